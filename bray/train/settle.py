@@ -11,16 +11,13 @@ import json
 import logging
 import os
 import platform
-import random
 import re
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bray.algos import make_experience
@@ -30,7 +27,9 @@ from bray.data.rollouts import Rollouts
 from bray.envs.build import Builder, of_tensors
 from bray.envs.config import EnvConfig
 from bray.envs.native import why_not_native
+from bray.envs.process import Lost
 from bray.envs.registry import env_name
+from bray.envs.timing import time_step
 from bray.errors import BrayError, ConfigError
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import example_obs
@@ -45,8 +44,6 @@ from bray.train.setup import is_object, on_ray
 
 logger = logging.getLogger("bray")
 
-_TIMED_S, _TIMED_STEPS, _FIRST = 0.4, 48, 3
-"""Seconds and steps for which an environment is timed at most, and steps before that."""
 _KEYS = ("device", "num_workers", "inference")
 
 
@@ -207,14 +204,21 @@ def _step_of(env: EnvConfig) -> tuple[float, bool, dict[str, Any]]:
     source = Builder.of(env).source
     declared = env.step_ms if env.step_ms is not None else source.step_ms
     alone = env.num_envs == 1 or cores() == 1 or source.single
-    # With processes or a step_timeout asked for, the environment may be one that hangs or ends the process it runs in.
     alone = alone or env.vector != "auto" or env.step_timeout is not None or bool(env.per_env)
     if declared is not None or alone or of_tensors(source) or why_not_native(env, source, None) is None:
         return declared or 0.0, False, {}
     file, key = steps_file(), _key(env)
     known = read_steps(file)
     if key not in known:
-        found = time_steps(env)
+        try:
+            found = time_steps(env)
+        except Lost as e:
+            logger.warning(
+                "%s %s while a step was timed: its environments play in processes of their own (vector=subprocess)",
+                env_name(env.id),
+                e,
+            )
+            return 0.0, False, {"vector": "subprocess"}
         if found is None:
             return 0.0, False, {}
         known[key] = found
@@ -225,41 +229,16 @@ def _step_of(env: EnvConfig) -> tuple[float, bool, dict[str, Any]]:
 
 
 def time_steps(env: EnvConfig) -> list[Any] | None:
-    """[milliseconds of a step in bands, whether it sleeps] of one environment; None where it does not run: the training
-    says why. Random numbers that others draw are as before."""
-    state, drawn = random.getstate(), np.random.get_state()
+    """[milliseconds of a step in bands, whether it sleeps] of one environment, in a process of its own; None where it
+    does not run: the training says why. Raises `Lost` where it hung, or ended that process."""
     try:
-        with torch.random.fork_rng(devices=[]):
-            made, _ = Builder.of(env)(0)
-            try:
-                return _timed(made)
-            finally:
-                made.close()
+        found = time_step(Builder.of(env))
+    except Lost:
+        raise
     except Exception as e:
         logger.debug("%s could not be timed: %s", env_name(env.id), e)
         return None
-    finally:
-        random.setstate(state)
-        np.random.set_state(drawn)
-
-
-def _timed(made: Any) -> list[Any]:
-    made.action_space.seed(0)
-    made.reset(seed=0)
-    took: list[tuple[float, float]] = []
-    end = time.perf_counter() + _TIMED_S
-    for step in range(_FIRST + _TIMED_STEPS):
-        action = made.action_space.sample()
-        wall, cpu = time.perf_counter(), time.thread_time()
-        _, _, terminated, truncated, _ = made.step(action)
-        if step >= _FIRST:
-            took.append((time.perf_counter() - wall, time.thread_time() - cpu))
-        if terminated or truncated:
-            made.reset()
-        if took and time.perf_counter() > end:
-            break
-    wall, cpu = (float(np.median(column)) for column in zip(*took, strict=True))
-    return [banded(1e3 * wall), wall > 2.0 * cpu and wall > 1e-3]
+    return None if found is None else [banded(1e3 * found[0]), found[1]]
 
 
 # --- what is remembered -----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What `auto` chooses: on machines that are made up, and here."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import torch
 
 import bray
 from bray.cli.main import main
+from bray.envs import timing
 from bray.errors import ConfigError
 from bray.train import gpu as gpus, settle as settling
 from bray.train.fit import Facts, Gpu, Work, banded, dealt, fit
@@ -255,17 +257,33 @@ class Counted:
         return self.fn(*arguments)
 
 
-def test_timing_draws_no_random_numbers_of_others():
-    def draws():
-        return np.random.random(), torch.rand(1).item()
+class Fatal(Slow):
+    """A step ends the process, or never ends."""
 
-    np.random.seed(1)
-    torch.manual_seed(1)
-    expected = draws()
-    np.random.seed(1)
-    torch.manual_seed(1)
-    settling.time_steps(bray.Experiment("PPO", f"{__name__}:Slow", use_preset=False).config["env"])
-    assert draws() == expected
+    def __init__(self, hangs: bool = False):
+        self._hangs = hangs
+
+    def step(self, action):
+        if self._hangs:
+            time.sleep(1000)
+        os._exit(3)
+
+
+@pytest.mark.parametrize(("hangs", "says"), [(False, "died (exit code 3)"), (True, "did not answer within 4 s")])
+def test_an_environment_that_ends_its_process_or_hangs_while_it_is_timed_plays_in_processes(
+    hangs, says, monkeypatch, caplog
+):
+    monkeypatch.setattr(timing, "LIMIT_S", 4.0 if hangs else 60.0)
+    known = settling.read_steps(settling.steps_file())
+    name = f"{__name__}:Fatal"
+    exp = bray.Experiment(
+        "PPO", name, use_preset=False, config={**SHORT, "num_envs": 2, "env_config": {"hangs": hangs}}
+    )
+    exp.settle()
+    assert exp.config["env"].vector == "subprocess"
+    assert f"{name} {says}" in caplog.text
+    assert "vector=subprocess" in caplog.text
+    assert settling.read_steps(settling.steps_file()) == known  # it is tried again
 
 
 def test_what_is_remembered_may_be_anything(monkeypatch, tmp_path):
