@@ -42,6 +42,7 @@ ALGORITHMS: dict[str, Any] = {
     "TD3": "bray.algos.td3",
     "ES": "bray.algos.es",
     "ARS": "bray.algos.ars",
+    "MAPPO": "bray.algos.mappo",
     "QMIX": "bray.algos.qmix",
     "VDN": "bray.algos.vdn",
 }
@@ -51,7 +52,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("quantiledqn", "quantileregressiondqn"), "QR-DQN"),
     **dict.fromkeys(("discretesac", "sacd"), "SAC-Discrete"),
     **dict.fromkeys(("reinforce", "vpg", "policygradient"), "PG"),
-    **dict.fromkeys(("ppo2", "ppoclip", "maskableppo"), "PPO"),
+    **dict.fromkeys(("ppo2", "ppoclip", "maskableppo", "ippo"), "PPO"),
     **{"rainbowdqn": "Rainbow", "apexdqn": "Ape-X", "asyncppo": "APPO", "openaies": "ES"},
 }
 """Names that other libraries have for ours, as `_folded` leaves them."""

@@ -6,7 +6,7 @@ T steps per rollout, B environments, N = T * B rows; L rows per sequence and S s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -114,7 +114,7 @@ class Learner(rows.Learner):
                 "recompute_advantages=true does not go with a memory (use_lstm=true, or a custom_model that returns a "
                 "state): leave one of them out"
             )
-        self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, eps=c.adam_eps)
+        self.optimizer = Optimizer(self.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, eps=c.adam_eps)
         self.entropy_coef = self.scheduled("entropy_coef", 0.0 if self.layout.continuous else 0.01)
         self.kl_coef = torch.tensor(float(c.kl_coef), device=self.device)
         self.returns = RunningNorm(()).to(self.device)
@@ -125,6 +125,10 @@ class Learner(rows.Learner):
             **({"returns": self.returns} if c.normalize_value else {}),
             **explorer,
         }
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Of all networks that a gradient step changes."""
+        return self.model.parameters()
 
     def prepare(self, data: Piece) -> Any:
         return data if self.novelty else self.rows_to_learn(data)
@@ -157,7 +161,7 @@ class Learner(rows.Learner):
         """One minibatch: L = -L_clip + value_coef L_value - entropy_coef S."""
         c, weight = self.config, batch["weight"]
         with rows.autocast(self.device, c.precision):
-            new = rows.actor_critic(self.model, batch, draws)
+            new = self.outputs(batch, draws)
         logp, entropy = distributions.log_prob_entropy(self.layout, new["dist"], batch["action"], batch.get("mask"))
         ratio = (logp - batch["logp"]).exp()
         policy_loss = self.policy_loss(ratio, batch["advantage"])
@@ -178,6 +182,10 @@ class Learner(rows.Learner):
                 "grad_norm": grad_norm,
             }
         return Update.of(numbers, weight)
+
+    def outputs(self, batch: dict[str, Any], draws: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """`dist` and `value` of the rows of a batch."""
+        return rows.actor_critic(self.model, batch, draws)
 
     def policy_loss(self, ratio: Tensor, advantage: Tensor) -> Tensor:
         """Of each row, ratio = pi/pi_old; another one in a class of your own is another surrogate."""

@@ -169,14 +169,16 @@ def _cut(x: np.ndarray, length: int) -> np.ndarray:
     return np.ascontiguousarray(pieces.reshape(length, -1, *x.shape[2:]))
 
 
-def actor_critic(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] = ()) -> dict[str, Tensor]:
+def actor_critic(
+    model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] = (), names: tuple[str, ...] = ("dist", "value")
+) -> dict[str, Tensor]:
     """`dist [N, P]` and `value [N]` for the rows of a batch, whether the Model has a memory or not."""
     noise = drawn(model, draws)
     if "first" not in batch:
         outputs = model(batch["obs"], *noise)
-        return {k: outputs[k].float() for k in ("dist", "value")}
+        return {k: outputs[k].float() for k in names}
     outputs = model.unroll(batch["obs"], batch["state"], batch["first"], *noise)  # type: ignore[operator]
-    return {k: outputs[k].flatten(0, 1).float() for k in ("dist", "value")}
+    return {k: outputs[k].flatten(0, 1).float() for k in names}
 
 
 def evaluate(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:

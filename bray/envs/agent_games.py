@@ -1,4 +1,4 @@
-"""Small games of several agents, for tests and examples: `bray.envs.agent_games:TwoStep`, `:Hunt`, `:Nim`."""
+"""Small games of several agents, for tests and examples, such as `bray.envs.agent_games:TwoStep`."""
 
 from __future__ import annotations
 
@@ -154,3 +154,34 @@ class Nim(MultiAgentEnv):
         self._left = 0
         obs = {player: self._seen(), other: self._seen()}
         return obs, {player: 1.0, other: -1.0}, dict.fromkeys((player, other, ALL), True), {ALL: False}, {}
+
+
+class Weather(MultiAgentEnv):
+    """Two agents are paid by the weather of the day, which only the global state shows, whatever they do. What an agent
+    sees says nothing of its return; what a critic of the whole game sees says all."""
+
+    def __init__(self, length: int = 8) -> None:
+        self.possible_agents = ["ann", "bob"]
+        self.length = length
+        self.observation_spaces = dict.fromkeys(self.possible_agents, spaces.Box(0.0, 1.0, (1,), np.float32))
+        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(2))
+        self.global_state_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self._rng = np.random.default_rng()
+        self._t, self._weather = 0, 0.0
+
+    def _seen(self) -> Agents:
+        return {agent: np.zeros(1, np.float32) for agent in self.possible_agents}
+
+    def global_state(self) -> np.ndarray:
+        return np.array([self._weather, self._t / self.length], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
+        if seed is not None:
+            self._rng = np.random.default_rng(seed)
+        self._t, self._weather = 0, float(self._rng.uniform(-1.0, 1.0))
+        return self._seen(), {}
+
+    def step(self, actions: Agents) -> StepOfAgents:
+        self._t += 1
+        paid = dict.fromkeys(self.possible_agents, self._weather)
+        return self._seen(), paid, {ALL: self._t == self.length}, {ALL: False}, {}

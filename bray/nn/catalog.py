@@ -10,6 +10,7 @@ from bray.errors import ConfigError, UnknownName
 from bray.nn.config import ModelConfig as ModelConfig
 from bray.nn.custom import make_custom
 from bray.nn.heads import (
+    Actor,
     ActorCritic,
     CategoricalActor,
     ContinuousQ,
@@ -18,6 +19,7 @@ from bray.nn.heads import (
     ImplicitQuantiles,
     QNetwork,
     SquashedGaussianActor,
+    StateValue,
 )
 from bray.nn.own import example_obs as example_obs, register
 from bray.spec import EnvSpec
@@ -40,6 +42,7 @@ def register_loss_term(name: str, function: Any, replace: bool = False) -> None:
 
 _KINDS: dict[str, Any] = {
     "actor_critic": ActorCritic,
+    "actor": Actor,
     "q": QNetwork,
     "implicit_quantiles": ImplicitQuantiles,
     "squashed_gaussian": SquashedGaussianActor,
@@ -47,16 +50,18 @@ _KINDS: dict[str, Any] = {
     "categorical": CategoricalActor,
     "continuous_q": ContinuousQ,
     "discrete_q": DiscreteQ,
+    "state_value": StateValue,
 }
-_CRITICS = ("continuous_q", "discrete_q")
+_CRITICS = ("continuous_q", "discrete_q", "state_value")
 """Private to a Learner: a `custom_model` does not take their place."""
 
 
 def make_model(kind: str, spec: EnvSpec, config: ModelConfig, memory: bool | None = None, **options: Any) -> nn.Module:
     """The model of an algorithm, or the user's `custom_model` in its place (checked on one batch to return what the
-    algorithm reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, deterministic, categorical;
-    continuous_q, discrete_q; `options` go to the class of that kind. `memory`: whether the algorithm trains a network
-    of this kind that has one; most of an actor_critic do, and of no other kind."""
+    algorithm reads). Kinds: actor_critic, actor, q, implicit_quantiles, squashed_gaussian, deterministic,
+    categorical; continuous_q, discrete_q, state_value; `options` go to the class of that kind. `memory`: whether the
+    algorithm trains a network of this kind that has one; most of an actor_critic or an actor do, and of no other
+    kind."""
     if kind not in _KINDS:
         raise UnknownName("kind of model", kind, _KINDS)
     if config.custom_model is None or kind in _CRITICS:
@@ -74,5 +79,5 @@ def make_model(kind: str, spec: EnvSpec, config: ModelConfig, memory: bool | Non
                 f"describes the last layers of ours. Set {name}=false, or describe the layers before the last ones by "
                 "`layers`"
             )
-    memory = kind == "actor_critic" if memory is None else memory
+    memory = kind in ("actor_critic", "actor") if memory is None else memory
     return make_custom(kind, _KINDS[kind].outputs(spec, 2), spec, config, memory)

@@ -1,7 +1,7 @@
 """Models: an encoder and the heads that algorithms read.
 
 All return dicts: `ActorCritic` {"dist", "value"}, `QNetwork` {"q"} (and {"logits"} or {"quantiles"}),
-`ImplicitQuantiles` {"q"}, `SquashedGaussianActor` and `CategoricalActor` {"dist"}, `DeterministicActor` {"mu"}. With
+`ImplicitQuantiles` {"q"}, `SquashedGaussianActor` and `CategoricalActor` {"dist"} as `Actor`, `DeterministicActor` {"mu"}. With
 `use_lstm` the first two take and return a state. With noisy layers they take draws (`bray.nn.noise`) after the
 observation and the state. Action masks are not applied here but beside the environment and in losses, so that an
 exported model is the same for both.
@@ -123,8 +123,10 @@ class ActorCritic(Headed):
     def outputs(spec: EnvSpec, batch: int) -> Shapes:
         return {"dist": (batch, spec.layout.num_params), "value": (batch,)}
 
+    has_value = True
+
     def __init__(self, spec: EnvSpec, config: ModelConfig):
-        shared = shares_layers(spec, config)
+        shared = not self.has_value or shares_layers(spec, config)
         if shared:
             core: nn.Module = _core(spec, config)
         else:
@@ -137,7 +139,9 @@ class ActorCritic(Headed):
         dims = sum(p.n for p in layout.parts if p.kind == "gaussian")
         self.num_outputs = layout.num_params - (dims if self.free else 0)
         features = int(core.out_features)  # type: ignore[arg-type]
-        if shared:
+        if not self.has_value:
+            self.policy = linear(features, self.num_outputs, POLICY_GAIN, config.init)
+        elif shared:
             self.head = joint_linear(features, [self.num_outputs, 1], [POLICY_GAIN, VALUE_GAIN], config.init)
         else:
             self.policy = linear(features, self.num_outputs, POLICY_GAIN, config.init)
@@ -145,13 +149,16 @@ class ActorCritic(Headed):
         if self.free:
             self.log_std = nn.Parameter(torch.full((dims,), float(config.log_std_init)))
         elif dims and config.log_std_init:
-            bias = (self.head if shared else self.policy).bias
+            bias = (self.head if shared and self.has_value else self.policy).bias
             with torch.no_grad():
                 for part in layout.parts:
                     if part.kind == "gaussian":
                         bias[part.param.start + part.n : part.param.stop] += config.log_std_init
 
     def heads(self, x: Any) -> dict[str, Tensor]:
+        if not self.has_value:
+            out = self.policy(x)
+            return {"dist": self._with_log_std(out) if self.free else out}
         if self.shared:
             out, value = self.head(x).split([self.num_outputs, 1], 1)
         else:
@@ -170,6 +177,28 @@ class ActorCritic(Headed):
                 pieces.append(log_std[:, at_std : at_std + part.n])
                 at_std += part.n
         return torch.cat(pieces, 1)
+
+
+class Actor(ActorCritic):
+    """obs -> {"dist": [B, layout.num_params]}: an `ActorCritic` without a value."""
+
+    has_value = False
+
+    @staticmethod
+    def outputs(spec: EnvSpec, batch: int) -> Shapes:
+        return {"dist": (batch, spec.layout.num_params)}
+
+
+class StateValue(nn.Module):
+    """What a critic sees, the global state beside the observation where the game declares one -> value `[B]`."""
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig):
+        super().__init__()
+        self.core = make_encoder(spec.given, config)
+        self.value = linear(int(self.core.out_features), 1, VALUE_GAIN, config.init)
+
+    def forward(self, obs: Any) -> Tensor:
+        return self.value(self.core(obs)).squeeze(1)
 
 
 class QNetwork(Headed):
