@@ -225,7 +225,7 @@ class Experiment:
         c = self.config
         if self.is_game:
             setups = self.policies or {DEFAULT: Setup(self.algo, self.env_id, False, c)}
-            return GameTraining(setups, c["run"], c["env"], c["run"].policies_to_train)
+            return GameTraining(setups, c["run"], c["env"], c["run"].policies_to_train, home_of(c["run"]))
         if c["run"].policy_mapping is not None:
             raise ConfigError(
                 f"run.policy_mapping is for a game of several agents, and {self.env_id} has one: leave it out, each "

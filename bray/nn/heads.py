@@ -1,10 +1,10 @@
 """Models: an encoder and the heads that algorithms read.
 
 All return dicts: `ActorCritic` {"dist", "value"}, `QNetwork` {"q"} (and {"logits"} or {"quantiles"}),
-`ImplicitQuantiles` {"q"}, `SquashedGaussianActor` and `CategoricalActor` {"dist"} as `Actor`, `DeterministicActor` {"mu"}. With
-`use_lstm` the first two take and return a state. With noisy layers they take draws (`bray.nn.noise`) after the
-observation and the state. Action masks are not applied here but beside the environment and in losses, so that an
-exported model is the same for both.
+`ImplicitQuantiles` {"q"}, `Actor`, `SquashedGaussianActor` and `CategoricalActor` {"dist"}, `DeterministicActor`
+{"mu"}. With `use_lstm` the first two and `Actor` take and return a state. With noisy layers they take draws
+(`bray.nn.noise`) after the observation and the state. Action masks are not applied here but beside the environment and
+in losses, so that an exported model is the same for both.
 """
 
 from __future__ import annotations

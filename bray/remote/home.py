@@ -14,7 +14,7 @@ from bray.act import Clock
 from bray.cluster.feed import StoreFeed
 from bray.cluster.ray_workers import RayWorker, RayWorkers
 from bray.train.config import RunConfig
-from bray.train.sampler import Sampler, SamplerPlan
+from bray.train.sampler import SamplerPlan, make_sampler
 
 
 class RayHome:
@@ -27,7 +27,7 @@ class RayHome:
 
     def start(self, plan: SamplerPlan) -> RayWorker:
         """Begin to start a sampler; `started` waits for it."""
-        return self._workers.start(partial(Sampler, plan), replaces=plan.life > 0)
+        return self._workers.start(partial(make_sampler, plan), replaces=plan.life > 0)
 
     def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> Any:
         """Weights for samplers to come; what `play` is given for them."""

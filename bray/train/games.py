@@ -5,32 +5,41 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from bray.act import GREEDY, TRAINED
+from bray.act import GREEDY, TRAINED, Clock
 from bray.algos import algo_name
-from bray.data.experience import Replay
+from bray.data.experience import Counts, Replay
+from bray.data.piece import Piece, side_by_side
 from bray.data.rollouts import Rollouts
+from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.missing import warn_once
+from bray.envs.registry import sent
 from bray.envs.rewards import RewardTransform
 from bray.envs.table import DEFAULT, Seating
 from bray.envs.vector import VecEnv
 from bray.errors import ConfigError
 from bray.metrics.rows import side_key
+from bray.spec import SideSpec
 from bray.train.acting import acting_engine, initial_state
+from bray.train.callbacks import CallbackList
 from bray.train.config import RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver
 from bray.train.evaluate import EVAL_SEED, LONGEST, eval_config, summarize
 from bray.train.local import make_side
+from bray.train.processes import Processes
+from bray.train.sampler import GamePlan, Played, SidePlan
 from bray.train.setup import Setup
 from bray.train.side import Side
-from bray.train.table import Match, SeatRollout, TableSource
+from bray.train.table import Match, MatchNumbers, SeatRollout, TableSource, refuse_watch
+from bray.train.workers import Home, WorkerSource
 
 logger = logging.getLogger("bray")
 
@@ -40,70 +49,166 @@ def seating_of(run: RunConfig) -> Seating:
     return Seating(tuple(run.policies) or (DEFAULT,), run.policy_mapping)
 
 
+class GameWorkers(WorkerSource):
+    """Rollout workers that play games of several agents: in rounds, unless all who learn do so from what older weights
+    did."""
+
+    def __init__(self, plan: GamePlan, home: Home, sides: Mapping[str, Side], asynchronous: bool):
+        self._numbers, self._sides = MatchNumbers(), sides
+        super().__init__(plan, home, partial(weights_of, sides), asynchronous)
+
+    def publish(self, side: str, weights: Any, clock: Clock) -> None:
+        super().publish(side, partial(weights_of, self._sides), clock)
+
+    def _pieces(self, came: list[tuple[int, Played]]) -> list[Piece]:
+        """In rounds, a side's pieces side by side where its seats were level in all workers, as in one process."""
+        out: list[Piece] = []
+        for name in self._sides:
+            mine = [piece for _, played in came for piece in played.pieces if piece.side == name]
+            if not self.asynchronous and mine and all(piece.stream is None for piece in mine):
+                out.append(side_by_side(mine))
+            else:
+                out += [piece if piece.stream is not None or self.asynchronous else _apart(piece) for piece in mine]
+        return out
+
+    def _count(self, came: list[tuple[int, Played]]) -> Counts:
+        for _, played in came:
+            self._numbers.add(played.matches)
+        return super()._count(came)
+
+    def numbers(self) -> dict[str, float]:
+        return super().numbers() | self._numbers.row()
+
+    def watch(self, callbacks: CallbackList) -> None:
+        refuse_watch(callbacks)
+
+    def get_state(self, midway: bool = False) -> dict[str, Any]:
+        state = super().get_state(midway)
+        state["json"]["matches"] = self._numbers.get_state()
+        return state
+
+    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
+        self._numbers.set_state(state["json"].get("matches", "{}"))
+        return super().set_state(state, clock)
+
+
+def weights_of(sides: Mapping[str, Side]) -> dict[str, np.ndarray]:
+    """Of all sides, as `GameSampler.play` reads them."""
+    out: dict[str, np.ndarray] = {}
+    for name, side in sides.items():
+        out |= {f"{name}/{k}": x for k, x in side.weights_now().items()}
+        out[f"{name}/"] = np.array(side.version, np.int64)
+    return out
+
+
+def _rows(side: Side) -> int | None:
+    """Of a piece of this side; None where nobody learns from them."""
+    return None if side.learner is None else side.experience.piece_length or 1
+
+
+def _apart(piece: Piece) -> Piece:
+    """Columns that are level here, where they are not in another worker: each of a game by itself."""
+    return dataclasses.replace(piece, stream=np.arange(piece.num_envs))
+
+
 class GameTraining(Driver):
     """Algorithms that learn from the games that they play with each other."""
 
-    def __init__(self, setups: Mapping[str, Setup], run: RunConfig, env: EnvConfig, learn: Sequence[str] | None = None):
-        """`setups`: of each policy, by name. `learn`: names of those that do; None: all."""
+    def __init__(
+        self,
+        setups: Mapping[str, Setup],
+        run: RunConfig,
+        env: EnvConfig,
+        learn: Sequence[str] | None = None,
+        home: Callable[[], Home] | None = None,
+    ):
+        """`setups`: of each policy, by name. `learn`: names of those that do; None: all. `home` makes the place where
+        workers live; None = processes of this machine."""
         self.run_config, self.env_config = run, env
         self.device = resolve_device(run.device)
-        _check(run, setups)
+        _check(run, env, setups)
         self.seating = Seating(tuple(setups), run.policy_mapping)
-        self.env = make_vec(env, seed=run.seed, seating=self.seating)
+        self.env = None if run.workers else make_vec(env, seed=run.seed, seating=self.seating)
         try:
-            self.agents = self.env.spec.agents
-            seats = {name: self._seat(i, name, s, learn) for i, (name, s) in enumerate(setups.items())}
+            game = env_spec(env, self.seating) if self.env is None else self.env.spec
+            self.agents, self.game_id = game.agents, game.id
+            self.games = env.num_envs * max(1, run.workers)
+            sides = {n: self._side(n, s, game.sides[n], learn is None or n in learn) for n, s in setups.items()}
+            source = self._play_in_workers(setups, sides, home) if self.env is None else self._play_here(sides)
         except BaseException:
-            self.env.close()
+            if self.env is not None:
+                self.env.close()
             raise
-        sides = [side for side, _ in seats.values()]
-        self.spec = sides[0].spec
-        source = TableSource(self.env, {name: seat for name, (_, seat) in seats.items()}, self.agents)
-        super().__init__(sides, [source])
-        source.reset(run.seed)
+        self.spec = next(iter(sides.values())).spec
+        super().__init__(list(sides.values()), [source])
 
-    def _seat(self, i: int, name: str, setup: Setup, learn: Sequence[str] | None) -> tuple[Side, SeatRollout]:
-        c, env = setup.config, self.env
-        side_spec = env.spec.sides[name]
-        run, games, seats = c["run"], env.num_envs, env.num_envs * side_spec.seats
-        side = make_side(setup.algo, run, side_spec.spec, c["model"], c["algo"], learns=learn is None or name in learn)
-        side.name = name
-        experience = side.experience
+    def _side(self, name: str, setup: Setup, game: SideSpec, learns: bool) -> Side:
+        c, seats = setup.config, self.games * game.seats
+        side = make_side(setup.algo, c["run"], game.spec, c["model"], c["algo"], learns=learns)
+        side.name, experience = name, side.experience
         if side.iterate is not None or not isinstance(experience, (Rollouts, Replay)):
             raise ConfigError(
-                f"{algo_name(setup.algo)} learns from whole episodes of one agent, and {env.spec.id} is a game of "
-                f"several: PPO, A2C, IMPALA, DQN, SAC and their like learn from it; env.teams={{team: [...]}} makes "
-                "the agents one"
+                f"{algo_name(setup.algo)} learns from whole episodes of one agent, and {self.game_id} is a game of "
+                "several: PPO, A2C, IMPALA, DQN, SAC and their like learn from it; env.teams={team: [...]} makes the "
+                "agents one"
             )
-        rows = experience.piece_length or 1
         if isinstance(experience, Rollouts):
-            share = (
-                1 if len(env.spec.sides) == 1 or not callable(self.seating.rule(self.agents)) else len(env.spec.sides)
-            )
-            experience.columns = max(1, round(seats / share))
-        side.policy.seat(0, seats, seats)
-        rewards = RewardTransform(self.env_config, seats, getattr(side.config, "gamma", 1.0))
-        seat = SeatRollout(
-            name,
-            side_spec,
-            games,
-            acting_engine(side.model, side.policy, run.record),
-            side.policy,
-            np.random.default_rng([run.seed, i]),
-            rewards=rewards if rewards.active else None,
-            initial_state=initial_state(side.model),
-            rows=rows if side.learner is not None else None,
-            replays=isinstance(experience, Replay),
-            state_every=experience.state_every,
-            record=run.record,
-        )
-        return side, seat
+            # where a mapping deals agents out anew in each game, a side has its share of the seats
+            drawn = len(self.seating.policies) if callable(self.seating.rule(self.agents)) else 1
+            experience.columns = max(1, round(seats / drawn))
+        return side
 
-    depends_on_timing = ""
+    def _play_here(self, sides: Mapping[str, Side]) -> TableSource:
+        run, env = self.run_config, self.env
+        assert env is not None
+        seats = {}
+        for i, (name, side) in enumerate(sides.items()):
+            game = env.spec.sides[name]
+            n = env.num_envs * game.seats
+            side.policy.seat(0, n, n)
+            rewards = RewardTransform(self.env_config, n, getattr(side.config, "gamma", 1.0))
+            seats[name] = SeatRollout(
+                name,
+                game,
+                env.num_envs,
+                acting_engine(side.model, side.policy, run.record),
+                side.policy,
+                np.random.default_rng([run.seed, i]),
+                rewards=rewards if rewards.active else None,
+                initial_state=initial_state(side.model),
+                rows=_rows(side),
+                replays=isinstance(side.experience, Replay),
+                state_every=side.experience.state_every,
+                record=run.record,
+            )
+        source = TableSource(env, seats, self.agents)
+        source.reset(run.seed)
+        return source
+
+    def _play_in_workers(
+        self, setups: Mapping[str, Setup], sides: Mapping[str, Side], home: Callable[[], Home] | None
+    ) -> GameWorkers:
+        run, env, plans = self.run_config, self.env_config, {}
+        for name, side in sides.items():
+            c, replays = setups[name].config, isinstance(side.experience, Replay)
+            every = side.experience.state_every
+            plans[name] = SidePlan(setups[name].algo, c["model"], c["algo"], _rows(side), replays, every)
+        plan = GamePlan(None, run, sent(env), None, None, 0, 0, 1, sides=plans, seating=self.seating)
+        learning = [side.experience for side in sides.values() if side.learner is not None]
+        asynchronous = bool(learning) and all(experience.asynchronous for experience in learning)
+        return GameWorkers(plan, Processes(weights_of(sides)) if home is None else home(), sides, asynchronous)
+
+    @property
+    def depends_on_timing(self) -> str:
+        """Why, in words; empty where it does not."""
+        if all(source.exact for source in self.sources):
+            return ""
+        return f"num_workers={self.run_config.workers}, which play while the learner learns"
 
     def describe(self) -> str:
-        n, agents = self.env.num_envs, len(self.agents)
-        return f"{n} game{'s' if n > 1 else ''} of {agents} agents"
+        n, workers = self.env_config.num_envs, self.run_config.workers
+        games = f"{n} game{'s' if n > 1 else ''} of {len(self.agents)} agents"
+        return f"{workers} worker{'s' if workers > 1 else ''} with {games} each" if workers else games
 
     def evaluate(self, episodes: int | None = None) -> dict[str, Any]:
         """Greedy games on seeds that are the same in every run, all sides as they are now."""
@@ -111,11 +216,13 @@ class GameTraining(Driver):
         return evaluate_games(players, self.env_config, self.seating, episodes or self.run_config.eval_episodes)
 
 
-def _check(run: RunConfig, setups: Mapping[str, Setup]) -> None:
-    if run.workers:
+def _check(run: RunConfig, env: EnvConfig, setups: Mapping[str, Setup]) -> None:
+    if run.workers and env.normalize_rewards:
+        raise ConfigError("env.normalize_rewards of games of several agents needs num_workers=0: leave one of them out")
+    if run.inference == "central" or (run.env_groups or 1) > 1:
         raise ConfigError(
-            f"run.num_workers={run.workers}: games of several agents are played in this process; set num_workers=0, "
-            "and env.vector=subprocess where a game is slow"
+            "run.inference=central and run.env_groups are for games of one agent: workers compute the Models of games "
+            "of several themselves; leave them out"
         )
     for name, setup in setups.items():
         own, common = setup.config["env"], {"clip_rewards", "normalize_rewards"}

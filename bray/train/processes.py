@@ -22,7 +22,7 @@ from bray.envs.process import START_TIMEOUT, STOP, Child, error_answer, portable
 from bray.errors import EnvError
 from bray.train.central import CentralServer, Line
 from bray.train.piece_memory import PieceReader, PieceWriter
-from bray.train.sampler import Played, Sampler, SamplerPlan
+from bray.train.sampler import Played, Sampler, SamplerPlan, make_sampler
 
 # --- in the process that learns ---------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ def _memory_path() -> Path:
 def serve_player(conn: Connection, feed: SharedFeed, line: Line | None, told: bytes, path: Path) -> None:
     """Play until told to stop."""
     try:
-        sampler = Sampler(pickle.loads(told), line)  # our own bytes, from our own parent
+        sampler = make_sampler(pickle.loads(told), line)  # our own bytes, from our own parent
     except BaseException as e:
         conn.send(error_answer(e))
         return
@@ -137,7 +137,7 @@ def serve_player(conn: Connection, feed: SharedFeed, line: Line | None, told: by
                 if method == "play":
                     newest = feed.read()
                     played = sampler.play(newest.weights, newest.clock, returns=arguments[-1])
-                    result: Any = played._replace(pieces=memory.write(played.pieces))  # type: ignore[arg-type]
+                    result: Any = played._replace(pieces=memory.write(played.pieces))
                 else:
                     result = getattr(sampler, method)(*arguments)
                 answer = _packed(method, result)

@@ -7,7 +7,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from bray.data.piece import Piece, side_by_side
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.rewards import Moments, RewardTransform
+from bray.envs.table import ALL_ONE, Seating
 from bray.envs.vector import VecEnv, episode_seed
 from bray.inference.torch_engine import load_weights
 from bray.metrics.spent import WEIGHTS, Cores, Laps
@@ -29,6 +30,7 @@ from bray.train.config import RunConfig
 from bray.train.machine import cores
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.source import RolloutWorker
+from bray.train.table import Match, SeatRollout, TableSource
 
 
 @dataclass
@@ -56,6 +58,12 @@ class SamplerPlan(Parts):
     begun: int = 0
     """Environment steps of the run when it started: after a resume `life` counts anew."""
 
+    @property
+    def seed(self) -> int:
+        """Of the episodes and the draws of this life."""
+        seed = self.run.seed
+        return episode_seed(episode_seed(seed, self.index, self.life), self.index, self.begun) if self.life else seed
+
 
 class Played(NamedTuple):
     """The rows that a sampler was asked for."""
@@ -69,6 +77,8 @@ class Played(NamedTuple):
     """`custom_metrics` of the episodes that ended."""
     returns: Moments
     """Of its returns, where rewards are normalised by them (`RewardTransform`)."""
+    matches: tuple[Match, ...] = ()
+    """Games of several agents that ended."""
 
 
 class Sampler:
@@ -77,9 +87,7 @@ class Sampler:
     def __init__(self, plan: SamplerPlan, line: Line | None = None):
         """line: where inference is central, whom to ask."""
         torch.set_num_threads(1)
-        self._plan, self._line, self._seed = plan, line, plan.run.seed
-        if plan.life:
-            self._seed = episode_seed(episode_seed(plan.run.seed, plan.index, plan.life), plan.index, plan.begun)
+        self._plan, self._line, self._seed = plan, line, plan.seed
         torch.manual_seed(self._seed)
         groups = group_numbers(plan.run, plan.env.num_envs)
         told: dict[str, Any] = {
@@ -188,6 +196,114 @@ class Sampler:
             self.source.close()
 
 
+@dataclass
+class SidePlan:
+    """One policy at a table, as a sampler plays it."""
+
+    algo: Any
+    model: Any
+    config: Any
+    """Of the algorithm."""
+    rows: int | None
+    """Of a piece; None: nobody learns from what it does."""
+    replays: bool
+    state_every: int
+
+
+@dataclass
+class GamePlan(SamplerPlan):
+    """What a sampler of games of several agents is told."""
+
+    sides: dict[str, SidePlan] = field(default_factory=dict)
+    seating: Seating = ALL_ONE
+
+
+def make_sampler(plan: SamplerPlan, line: Line | None = None) -> Any:
+    return GameSampler(plan) if isinstance(plan, GamePlan) else Sampler(plan, line)
+
+
+class GameSampler:
+    """A sampler of games of several agents: as `Sampler`, with a Model and a Policy for each side. Weights come by
+    `SIDE/name`, with the version of each side's as `SIDE/` alone."""
+
+    def __init__(self, plan: GamePlan):
+        torch.set_num_threads(1)
+        self._plan = plan
+        torch.manual_seed(plan.seed)
+        threads = max(1, cores() // plan.run.workers)
+        env = make_vec(plan.env, seed=plan.seed, worker_index=plan.index, threads=threads, seating=plan.seating)
+        games, total = env.num_envs, plan.run.workers * env.num_envs
+        self.models: dict[str, Any] = {}
+        seats: dict[str, SeatRollout] = {}
+        for i, (name, of) in enumerate(plan.sides.items()):
+            side = env.spec.sides[name]
+            model = self.models[name] = of.algo.make_model(of.config, side.spec, of.model)
+            policy = of.algo.Policy(of.config, side.spec)
+            policy.draws = getattr(model, "draws", None) or {}
+            mine = range((plan.index - 1) * games * side.seats, plan.index * games * side.seats)
+            policy.seat(mine.start, len(mine), total * side.seats)
+            rewards = RewardTransform(plan.env, len(mine), getattr(of.config, "gamma", 1.0))
+            seats[name] = SeatRollout(
+                name,
+                side,
+                games,
+                acting_engine(model, policy, plan.run.record),
+                policy,
+                RowsOfAll(plan.seed, mine, total * side.seats, i),
+                rewards=rewards if rewards.active else None,
+                initial_state=initial_state(model),
+                rows=of.rows,
+                replays=of.replays,
+                state_every=of.state_every,
+                record=plan.run.record,
+            )
+            seats[name].first_seat = mine.start
+        self.source = TableSource(env, seats, env.spec.agents)
+        self.source.reset()
+        self.laps, self._cores = Laps(), Cores(every=0.1)
+
+    def play(self, weights: Mapping[str, np.ndarray], clock: Clock, returns: Moments) -> Played:
+        """Games with these weights, until one side has a piece."""
+        self.laps.lap("idle")
+        for name, seat in self.source.seats.items():
+            mine = {k.removeprefix(f"{name}/"): x for k, x in weights.items() if k.startswith(f"{name}/")}
+            seat.version = int(mine.pop(""))
+            load_weights(self.models[name], mine)
+            seat.set_clock(Clock(clock.env_steps, seat.version))
+        self.laps.lap(WEIGHTS)
+        pieces, counts = self.source.gather()
+        self.laps.lap("other")
+        spent = self.laps.take() | (played := self.source.seconds())
+        spent["other"] -= sum(played.values())
+        spent["transfer"] = spent.get("transfer", 0.0) + spent[WEIGHTS]
+        return Played(pieces, counts, spent | self._cores.take(), [], Moments(), tuple(self.source.ended))
+
+    def foreach_env(self, fn: bytes) -> list[Any]:
+        return self.source.foreach_env(pickle.loads(fn))  # our own bytes, from our own parent
+
+    def foreach_worker(self, fn: bytes) -> Any:
+        policies = tuple(seat.policy for seat in self.source.seats.values())
+        worker = RolloutWorker(self._plan.index, (self.source.env,), self.models, policies)
+        return pickle.loads(fn)(worker)  # our own bytes, from our own parent
+
+    def get_state(self) -> dict[str, Any]:
+        return self.source.get_state()
+
+    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
+        return self.source.set_state(state, clock)
+
+    def start_anew(self, clock: Clock) -> None:
+        """Other games and other random numbers than those that the run began with."""
+        seed = episode_seed(self._plan.run.seed, self._plan.index, 1 + clock.env_steps)
+        for i, seat in enumerate(self.source.seats.values()):
+            seat.rng = np.random.default_rng([seed, i])
+        self.source.reset(seed)
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self.source.close()
+
+
 class Turns:
     """Groups of environments that play in turn, as one source: while one waits for its answer, the others step. Its
     columns are theirs side by side."""
@@ -274,9 +390,9 @@ class RowsOfAll:
     """A random generator that draws for the environments of all workers and gives out those of `mine`: they act as they
     would in one process."""
 
-    def __init__(self, seed: int, mine: range, total: int):
-        self._rng = np.random.default_rng([seed, 0])
-        self.bit_generator = _Bits(self._rng, [seed, 0, mine.start])
+    def __init__(self, seed: int, mine: range, total: int, stream: int = 0):
+        self._rng = np.random.default_rng([seed, stream])
+        self.bit_generator = _Bits(self._rng, [seed, stream, mine.start])
         self._rows, self._all, self._mine = len(mine), total, slice(mine.start, mine.stop)
 
     def _draw(self, draw: Callable[..., Any], size: Any, *arguments: Any) -> Any:

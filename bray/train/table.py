@@ -17,7 +17,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +60,35 @@ class Match(NamedTuple):
     def total(self) -> float:
         """Of all agents."""
         return sum(self.returns.values())
+
+
+class MatchNumbers:
+    """Mean returns of agents and sides over the newest games."""
+
+    def __init__(self) -> None:
+        self._recent: dict[str, deque[float]] = {}
+
+    def add(self, matches: Iterable[Match]) -> None:
+        for match in matches:
+            of_side: dict[str, list[float]] = {}
+            for agent, value in match.returns.items():
+                self._note(f"agent/{agent}/return_mean", value)
+                of_side.setdefault(match.players[agent], []).append(value)
+            for side, values in of_side.items():
+                if side != DEFAULT:
+                    self._note(side_key(side, "episode_return_mean"), sum(values) / len(values))
+
+    def _note(self, key: str, value: float) -> None:
+        self._recent.setdefault(key, deque(maxlen=WINDOW)).append(value)
+
+    def row(self) -> dict[str, float]:
+        return {key: sum(values) / len(values) for key, values in sorted(self._recent.items())}
+
+    def get_state(self) -> str:
+        return json.dumps({key: list(values) for key, values in self._recent.items()})
+
+    def set_state(self, state: str) -> None:
+        self._recent = {key: deque(map(float, values), WINDOW) for key, values in json.loads(state).items()}
 
 
 class Turn(NamedTuple):
@@ -127,6 +156,8 @@ class SeatRollout(Rollout):
         self._version: np.ndarray = np.zeros(0, np.int64)
         self._later: Any = None
         self._looked = False
+        self.first_seat = 0
+        """The number of the first seat among those of all workers."""
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -149,6 +180,12 @@ class SeatRollout(Rollout):
         self._final[:] = False
         self.seconds["forward"] += time.perf_counter() - start
         return actions
+
+    def clear(self) -> None:
+        """All games begin anew; rows that are in no piece yet are lost."""
+        for flags in (self.in_game, self._final, self._open):
+            flags[:] = False
+        self._sum[:], self._at[:], self._steps, self._level, self._columns = 0.0, 0, 0, True, None
 
     def _write(self, tick: Tick, state: Any, extras: dict[str, Any], outputs: dict[str, Any]) -> None:
         """Open the rows of those who act, and lay down the last observations of those who have ended."""
@@ -256,12 +293,12 @@ class SeatRollout(Rollout):
             return [self.policy.label(piece)]
         closed = self._at - self._at % self.state_every
         pieces = []
-        for n in np.unique(closed):
-            if n:
-                who = np.flatnonzero(closed == n)
+        # In the order of the seats, so that workers in rounds learn what one process would, to the last bit.
+        for who in np.split(np.arange(self.num_seats), np.flatnonzero(np.diff(closed)) + 1):
+            if n := closed[who[0]]:
                 piece = self._piece(columns, outputs, who, int(n))
                 piece.version = self._version[:n, who]
-                piece.stream, piece.start = who, self._begun[who].copy()
+                piece.stream, piece.start = self.first_seat + who, self._begun[who].copy()
                 pieces.append(self.policy.label(piece))
         self._carry_over(columns, closed)
         return pieces
@@ -398,6 +435,14 @@ def _beside(flags: np.ndarray, like: np.ndarray) -> np.ndarray:
     return flags.reshape(*flags.shape, *[1] * (like.ndim - flags.ndim))
 
 
+def refuse_watch(callbacks: CallbackList) -> None:
+    if callbacks.watches:
+        raise ConfigError(
+            "callbacks of episodes (on_episode_start, _step, _end) follow one agent, and this is a game of several: "
+            "on_train_result has agent/NAME/return_mean of each of them"
+        )
+
+
 class TableSource(Source):
     """Games of several agents of this process, with the parameters that the Learners train in place. It plays until one
     side has a piece."""
@@ -410,9 +455,11 @@ class TableSource(Source):
         self.env_steps = self.agent_steps = self.games = 0
         self.matches: list[Match] = []
         """Games that ended in the last step."""
+        self.ended: list[Match] = []
+        """Games that ended in the last `gather`."""
         self.episodes_left: int | None = None
         self._names: list[str] = list(agents)
-        self._recent: dict[str, deque[float]] = {}
+        self._numbers = MatchNumbers()
         self._seconds = {"env": 0.0, "forward": 0.0}
         self._tick = np.zeros(env.num_envs, np.int64)
         self._lengths = np.zeros(env.num_envs, np.int64)
@@ -428,8 +475,8 @@ class TableSource(Source):
         self._tick = obs["tick"].copy()
         for name, seat in self.seats.items():
             turn, self._agent[name] = self._turn(name, obs, np.zeros(self.env.num_envs, bool))
+            seat.clear()
             seat.obs, seat.acts = turn.obs, turn.acts
-            seat.in_game[:] = False
 
     def _turn(self, name: str, obs: Any, stale: np.ndarray) -> tuple[Turn, np.ndarray]:
         side, n = obs[name], self.seats[name].env.seats  # type: ignore[attr-defined]
@@ -487,12 +534,7 @@ class TableSource(Source):
         self.matches.append(match)
         if self.episodes_left is not None:
             self.episodes_left -= 1
-        for agent, value in returns.items():
-            self._note(f"agent/{agent}/return_mean", value)
-        for name in self.seats:
-            mine = [returns[agent] for agent, policy in players.items() if policy == name]
-            if mine and name != DEFAULT:
-                self._note(side_key(name, "episode_return_mean"), sum(mine) / len(mine))
+        self._numbers.add([match])
 
     def longer_than(self, steps: int) -> list[int]:
         """The environments whose games have been longer."""
@@ -501,20 +543,17 @@ class TableSource(Source):
     def _name(self, agent: int) -> str:
         return self._names[agent] if agent < len(self._names) else str(agent)
 
-    def _note(self, key: str, value: float) -> None:
-        self._recent.setdefault(key, deque(maxlen=WINDOW)).append(value)
-
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
-        before, agents, matches = self.env_steps, self.agent_steps, []
+        before, agents, self.ended = self.env_steps, self.agent_steps, []
         pieces: list[Piece] = []
         for seat in self.seats.values():
             if not seat.replays:
                 seat.hold_time()
         while not pieces and self.episodes_left != 0:
             self.step()
-            matches += self.matches
+            self.ended += self.matches
             pieces = [piece for seat in self.seats.values() for piece in seat.pieces()]
-        episodes = tuple((m.total, m.length) for m in matches)
+        episodes = tuple((m.total, m.length) for m in self.ended)
         return pieces, Counts(self.env_steps - before, episodes, agent_steps=self.agent_steps - agents)
 
     # --- the rest of a Source -----------------------------------------------------------------------------------------
@@ -527,15 +566,10 @@ class TableSource(Source):
         self.seats[side].version = clock.version
 
     def numbers(self) -> dict[str, float]:
-        """Mean returns of agents and sides over the newest games."""
-        return {key: sum(values) / len(values) for key, values in sorted(self._recent.items())}
+        return self._numbers.row()
 
     def watch(self, callbacks: CallbackList) -> None:
-        if callbacks.watches:
-            raise ConfigError(
-                "callbacks of episodes (on_episode_start, _step, _end) follow one agent, and this is a game of "
-                "several: on_train_result has agent/NAME/return_mean of each of them"
-            )
+        refuse_watch(callbacks)
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         return self.env.foreach_env(fn)
@@ -572,15 +606,14 @@ class TableSource(Source):
             "seats": {name: one["json"] for name, one in seats.items()},
             "exact": self.env.exact and not midway,
             "counts": [self.env_steps, self.agent_steps, self.games],
-            "recent": json.dumps({key: list(values) for key, values in self._recent.items()}),
+            "recent": self._numbers.get_state(),
         }
         return {"arrays": arrays, "json": plain}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         arrays, plain = state["arrays"], state["json"]
         self.env_steps, self.agent_steps, self.games = map(int, plain["counts"])
-        recent = json.loads(plain["recent"])
-        self._recent = {key: deque(map(float, values), WINDOW) for key, values in recent.items()}
+        self._numbers.set_state(plain["recent"])
         exact = plain["env"] is not None and bool(plain["exact"])
         if plain["env"] is None:
             first = next(iter(self.seats.values()))

@@ -189,7 +189,8 @@ class WorkerSource(Source):
             self._metrics.add(played.metrics)
             self.returns.add(played.returns)  # in the order of the workers: rounds repeat to the last bit
         steps = sum(played.counts.env_steps for _, played in came)
-        return Counts(steps, tuple(e for _, played in came for e in played.counts.episodes))
+        agent_steps = sum(played.counts.agent_steps for _, played in came)
+        return Counts(steps, tuple(e for _, p in came for e in p.counts.episodes), agent_steps=agent_steps)
 
     def _publish(self) -> None:
         self._question = ("play", self.home.publish(self._weights, self._clock), self._clock, self.returns)
