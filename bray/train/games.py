@@ -126,7 +126,7 @@ class GameTraining(Driver):
         workers live; None = processes of this machine."""
         self.run_config, self.env_config = run, env
         self.device = resolve_device(run.device)
-        _check(run, env, setups)
+        _check(run, env)
         self.seating = Seating(tuple(setups), run.policy_mapping)
         self.env = None if run.workers else make_vec(env, seed=run.seed, seating=self.seating)
         try:
@@ -216,7 +216,7 @@ class GameTraining(Driver):
         return evaluate_games(players, self.env_config, self.seating, episodes or self.run_config.eval_episodes)
 
 
-def _check(run: RunConfig, env: EnvConfig, setups: Mapping[str, Setup]) -> None:
+def _check(run: RunConfig, env: EnvConfig) -> None:
     if run.workers and env.normalize_rewards:
         raise ConfigError("env.normalize_rewards of games of several agents needs num_workers=0: leave one of them out")
     if run.inference == "central" or (run.env_groups or 1) > 1:
@@ -224,14 +224,11 @@ def _check(run: RunConfig, env: EnvConfig, setups: Mapping[str, Setup]) -> None:
             "run.inference=central and run.env_groups are for games of one agent: workers compute the Models of games "
             "of several themselves; leave them out"
         )
-    for name, setup in setups.items():
-        own, common = setup.config["env"], {"clip_rewards", "normalize_rewards"}
-        first = next(iter(setups.values())).config["env"]
-        for field in dataclasses.fields(EnvConfig):
-            if field.name not in common and getattr(own, field.name) != getattr(first, field.name):
-                raise ConfigError(
-                    f"run.policies.{name}: env.{field.name} is of the game that all policies play in: set it for all"
-                )
+    for name, policy in run.policies.items():
+        if isinstance(policy, Mapping) and (own := policy.get("env")):
+            raise ConfigError(
+                f"run.policies.{name}: env.{next(iter(own))} is of the game that all policies play in: set it for all"
+            )
 
 
 @dataclasses.dataclass

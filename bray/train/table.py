@@ -137,7 +137,8 @@ class SeatRollout(Rollout):
         again, in any order of games"""
         seats: Any = _Seats(side, games)
         super().__init__(seats, engine, policy, rng, mode, rewards, initial_state)
-        self.name, self.games, self.rows, self.state_every, self._record = name, games, rows, state_every, record
+        self.name, self.games, self.rows, self._record = name, games, rows, record
+        self.state_every = 1 if self.state is None else state_every
         self.replays = replays
         if rows is not None and replays:
             self.rows = max(rows, REPLAY_ROWS)
@@ -279,14 +280,15 @@ class SeatRollout(Rollout):
         columns = self._columns
         assert columns is not None
         self._write_successors(columns)
-        top = int(self._at.max())
+        level = self._level and int(self._at[0]) == self.rows and not self.replays
         outputs = dict(columns.outputs)
         if self._later is not None:
-            seen = self.env.spec.acting(tree.map(lambda x: x[: top + 1].reshape(-1, *x.shape[2:]), columns.obs))
+            n = self.rows + 1 if level else len(columns.first)  # one of two shapes, so that each is recorded once
+            seen = self.env.spec.acting(tree.map(lambda x: x[:n].reshape(-1, *x.shape[2:]), columns.obs))
             late = self._later.forward(seen)
-            outputs = {k: late[k].reshape(top + 1, -1, *late[k].shape[1:]) for k in self.policy.keeps}
-        if self._level and top == self.rows and not self.replays:
-            piece = self._piece(columns, outputs, slice(None), top)
+            outputs = {k: late[k].reshape(n, -1, *late[k].shape[1:]) for k in self.policy.keeps}
+        if level:
+            piece = self._piece(columns, outputs, slice(None), self.rows)
             piece.version = int(self._version[0, 0])
             self._columns, self._version = None, np.zeros(0, np.int64)
             self._at[:] = 0
@@ -383,16 +385,14 @@ class SeatRollout(Rollout):
             "state": {} if self.state is None else self.state,
             "rewards": self.rewards.get_state() if self.rewards else {},
         }
-        return {
-            "arrays": arrays,
-            "json": {"rng": self.rng.bit_generator.state, "steps": self._steps, "level": self._level},
-        }
+        where = {"steps": self._steps, "level": self._level, "version": self.version}
+        return {"arrays": arrays, "json": {"rng": self.rng.bit_generator.state, **where}}
 
     def set_seat_state(self, state: Mapping[str, Any], exact: bool) -> None:
         """Go on; where games began anew, from their first observations."""
         arrays, json_ = state["arrays"], state["json"]
         self.rng.bit_generator.state = json_["rng"]
-        self._told = None
+        self._told, self.version = None, int(json_["version"])
         if self.rewards and arrays["rewards"]:
             self.rewards.set_state(arrays["rewards"])
         if not exact:
