@@ -138,7 +138,7 @@ class SeatRollout(Rollout):
         seats: Any = _Seats(side, games)
         super().__init__(seats, engine, policy, rng, mode, rewards, initial_state)
         self.name, self.games, self.rows, self._record = name, games, rows, record
-        self.state_every = 1 if self.state is None else state_every
+        self.state_every = 1 if self.state is None else state_every  # without memory no row waits for others
         self.replays = replays
         if rows is not None and replays:
             self.rows = max(rows, REPLAY_ROWS)
@@ -291,6 +291,7 @@ class SeatRollout(Rollout):
             piece = self._piece(columns, outputs, slice(None), self.rows)
             piece.version = int(self._version[0, 0])
             self._columns, self._version = None, np.zeros(0, np.int64)
+            self._begun += self.rows
             self._at[:] = 0
             return [self.policy.label(piece)]
         closed = self._at - self._at % self.state_every
