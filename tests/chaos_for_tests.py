@@ -97,8 +97,8 @@ class Chaos(bray.MultiAgentEnv):
         if over := terminateds[ALL] or truncateds[ALL]:
             obs = last | {a: self._see(a) for a in sorted(self.alive) if self.even or rng.random() < 0.6}
             if rng.random() < 0.5:  # some games say it of each agent too
-                terminateds |= {a: terminateds[ALL] for a in self.alive}
-                truncateds |= {a: truncateds[ALL] for a in self.alive}
+                terminateds |= dict.fromkeys(self.alive, terminateds[ALL])
+                truncateds |= dict.fromkeys(self.alive, truncateds[ALL])
         else:
             obs = last | self._next()
         self.due = set() if over else set(obs) - set(last)

@@ -15,8 +15,8 @@ from bray import tree
 from bray.envs.build import Builder
 from bray.envs.missing import warn_once, what_is_missing
 from bray.envs.replayed_calls import ReplayedCalls
-from bray.envs.spaces import BadValue, BatchCheck, caster, empty_batch, gatherer, splitter, writer
-from bray.envs.table import Game
+from bray.envs.spaces import BadValue, caster, empty_batch, gatherer, splitter, writer
+from bray.envs.table import Game, check_of
 from bray.envs.vector import LIFE_LOST, Infos, StepResult, VecEnv, episode_seed
 from bray.errors import BrayError, ConfigError, EnvError, StoppedBySignal
 from bray.spec import EnvSpec, Space
@@ -52,11 +52,12 @@ class InProcessVecEnv(VecEnv):
         self._limits = [_or_never(limit) for _, limit in made]
         self._require_same_spaces()
         self.spec = spec or build.spec_of(*made[0])
+        self._require_same_agents()
         observation, action = self.spec.given, self.spec.action
         self._gather, self._write = gatherer(observation), writer(observation, build.config.check, self._on_cast)
         self._check = None
         if build.config.check and on_failure is None:
-            self._check = BatchCheck.of(self.spec, build.source.keeps_bounds)
+            self._check = check_of(self.spec, build.source.keeps_bounds)
         self._cast, self._split = caster(action, self.num_envs), splitter(action)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in self._envs]
         self._counts = [0] * self.num_envs
@@ -79,6 +80,14 @@ class InProcessVecEnv(VecEnv):
                         f"{self._build.name}: environments of one batch need one {kind}, number {self.first} has "
                         f"{getattr(a, kind)}, number {self.first + i} has {getattr(b, kind)}"
                     )
+
+    def _require_same_agents(self) -> None:
+        for i, env in enumerate(self._envs if self.spec.sides else ()):
+            if (agents := tuple(env.env.possible_agents)) != self.spec.agents:
+                raise EnvError(
+                    f"{self._build.name}: environments of one batch need the same possible_agents, number 0 has "
+                    f"{', '.join(self.spec.agents)}, number {self.first + i} has {', '.join(agents)}"
+                )
 
     def _set_dead(self, dead: list[bool]) -> None:
         self._dead, self.dead = dead, np.array(dead, bool)

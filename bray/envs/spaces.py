@@ -278,6 +278,11 @@ class BatchCheck:
 
             self._kernel = first_outside
 
+    @property
+    def masks(self) -> bool:
+        """Whether there are masks to look at."""
+        return self._layout is not None
+
     @staticmethod
     def of(spec: EnvSpec, bounds: bool = True) -> BatchCheck:
         """`bounds`: whether floats should lie within theirs; they should be finite in any case."""

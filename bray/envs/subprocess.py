@@ -32,7 +32,8 @@ from bray.envs.build import Builder, built_spec
 from bray.envs.inprocess import FORM, episodes_state
 from bray.envs.process import START_TIMEOUT, Child, Lost, portable, unpack
 from bray.envs.replayed_calls import ReplayedCalls
-from bray.envs.spaces import BatchCheck, caster
+from bray.envs.spaces import caster
+from bray.envs.table import check_of
 from bray.envs.vector import Infos, StepResult, VecEnv
 from bray.envs.worker import QUIET, STEP, EnvArrays, Share, serve_share
 from bray.errors import ConfigError, EnvError
@@ -65,7 +66,7 @@ class SubprocessVecEnv(VecEnv):
         self._view = shared.view(self._memory)
         self._action_leaves = tree.leaves(self._view["action"])
         self._cast = caster(self.spec.action, self.num_envs)
-        self._check = BatchCheck.of(self.spec, build.source.keeps_bounds) if config.check else None
+        self._check = check_of(self.spec, build.source.keeps_bounds) if config.check else None
         self.dead = self._waiting = np.zeros(self.num_envs, bool)
         self._sent: dict[int, float] = {}  # workers with a step under way, and since when
         self._answers: dict[int, bytes | Lost] = {}  # what has come of these, until a step returns it

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,11 +30,12 @@ from gymnasium.vector.utils import batch_space
 from bray import tree
 from bray.envs.missing import warn_once
 from bray.envs.multi_agent import ALL, MultiAgentEnv, as_float, ended, game_over
-from bray.envs.spaces import BadValue, splitter, writer
+from bray.envs.spaces import BadValue, BatchCheck, splitter, writer
 from bray.envs.teams import Teams, beside_state
 from bray.errors import ConfigError, EnvError, UnknownName
 from bray.named import load_named
 from bray.spec import ACTION_MASK, GLOBAL_STATE, EnvSpec, SideSpec, Space
+from bray.tree import NestedArray
 
 log = logging.getLogger("bray.envs")
 
@@ -75,6 +78,14 @@ class Seating:
             if len(self.policies) == 1:
                 return dict.fromkeys(agents, self.policies[0])
             mapping = {agent: agent for agent in agents if agent in self.policies}
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(
+                "run.policy_mapping is {agent: policy}, a function (agent, game) or 'module:function', got "
+                f"{mapping!r}"
+            )
+        for agent in mapping:
+            if agent not in agents and not any(c in str(agent) for c in "*?["):
+                raise UnknownName("agent", str(agent), agents, "run.policy_mapping")
         found = {agent: self._of(agent, agents, mapping) for agent in agents}
         if idle := [name for name in self.policies if name not in found.values()]:
             raise ConfigError(
@@ -93,6 +104,18 @@ class Seating:
                 f"which policy decides for it? Policies are {', '.join(self.policies)}, as in policy_mapping={some}"
             )
         return self.checked(names[0], agent)
+
+    def asked(self, rule: Callable[[str, Game], Any], agent: str, game: Game) -> str:
+        """The policy of an agent in a game, by a function."""
+        try:
+            policy = rule(agent, game)
+        except Exception as e:
+            trace = "".join(traceback.format_exception(e)).rstrip()
+            raise ConfigError(
+                f"{trace}\nrun.policy_mapping raised {type(e).__name__} for agent {agent!r}: a function takes "
+                f"(agent, game) and returns a policy's name; game was {game}"
+            ) from e
+        return self.checked(policy, agent)
 
     def checked(self, policy: Any, agent: str) -> str:
         """A policy that a mapping names."""
@@ -118,9 +141,10 @@ class _Side:
                 ("action", self.action, env.action_space(agent)),
             ):
                 if Space.from_gym(mine) != Space.from_gym(its):
+                    whose = "one policy" if name == DEFAULT else f"policy {name!r}"
                     raise ConfigError(
-                        f"agents {first!r} and {agent!r} have other {kind} spaces ({mine} and {its}), and one policy "
-                        f"{'' if name == DEFAULT else name + ' '}is to decide for both: give them policies of their "
+                        f"agents {first!r} and {agent!r} have other {kind} spaces ({mine} and {its}), and {whose} "
+                        f"{'may be asked' if table.mapped else 'is'} to decide for both: give them policies of their "
                         f"own, as policies={{one: {{}}, two: {{}}}} and policy_mapping={{{first}: one, {agent}: two}}"
                     )
         team = env.teams[first].members if isinstance(env, Teams) and first in env.teams else ()
@@ -167,6 +191,8 @@ class Table(gym.Env):
         self._rule = seating.rule(agents)
         self._seating = seating
         fixed = self._rule if isinstance(self._rule, Mapping) else None
+        self.mapped = fixed is None
+        """Whether a function says before each game which policy decides for whom."""
         of = {p: [a for a in agents if fixed is None or fixed[a] == p] for p in seating.policies}
         self._sides = {p: _Side(p, mine, self, env, make_spec) for p, mine in of.items()}
         self.sides = {p: side.spec for p, side in self._sides.items()}
@@ -175,9 +201,10 @@ class Table(gym.Env):
         )
         self.action_space = spaces.Dict({p: batch_space(s.action, s.seats) for p, s in self._sides.items()})
         self._seat: dict[str, tuple[_Side, int]] = {}
-        self._acting: list[str] = []
+        self._acting: list[tuple[str, str, int]] = []  # who decides next, its side and seat
         self._ended: set[str] = set()
-        self._tick = 0
+        self._tick = np.array(0)
+        self._seen = {**{p: side.seen() for p, side in self._sides.items()}, "tick": self._tick}
         if fixed is not None:
             self._sit(fixed)
 
@@ -201,45 +228,48 @@ class Table(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if not isinstance(self._rule, Mapping):
-            game, checked = self.at, self._seating.checked
-            self._sit({agent: checked(self._rule(agent, game), agent) for agent in self._number})
+            self._sit({agent: self._seating.asked(self._rule, agent, self.at) for agent in self._number})
         obs, _ = self.env.reset(seed=seed, options=options)
         for side in self._sides.values():
             side.forget()
-        self._tick, self._ended = 0, set()
+        self._tick[...], self._ended = 0, set()
         self._show(obs, set())
-        return self._seen(), {}
+        return self._seen, {}
 
     def step(self, actions: Any) -> Any:
         chosen = {p: side.split(actions[p]) for p, side in self._sides.items()}
-        given = {}
-        for agent in self._acting:
-            side, i = self._seat[agent]
-            given[agent] = chosen[side.name][i]
+        given = {agent: chosen[side][i] for agent, side, i in self._acting}
         obs, rewards, terminateds, truncateds, _ = self.env.step(given)
         self._tick += 1
         over = game_over(terminateds, truncateds, type(self.env).__name__)
-        ends = {a for flags in (terminateds, truncateds) for a, is_so in flags.items() if is_so and a != ALL}
+        ends = {a for flags in (terminateds, truncateds) for a, is_so in flags.items() if is_so}
+        ends.discard(ALL)
         self._show(obs, set(self._seat) if over else ends)
+        total = 0.0
         for agent, reward in rewards.items():
+            if type(reward) is not float:
+                reward = as_float(reward)
             if agent in self._ended and agent not in obs:
-                if as_float(reward):
+                if reward:
                     raise self._wrong(agent, f"it gets the reward {reward}, and has ended before")
                 continue
             if agent not in self._seat:
                 raise self._wrong(agent, f"it gets a reward and is none of possible_agents: {', '.join(self._seat)}")
+            if self.check and not math.isfinite(reward):
+                raise self._wrong(agent, f"its reward is {reward}")
             side, i = self._seat[agent]
-            side.reward[i] = as_float(reward)
+            side.reward[i] = reward
+            total += reward
         for agent in self._seat.keys() - self._ended if over else ends & self._seat.keys():
             side, i = self._seat[agent]
             terminated = terminateds.get(agent) or (
                 over and not ended(agent, terminateds, truncateds) and terminateds.get(ALL)
             )
             side.flags[i] |= TERMINATED if terminated else TRUNCATED
-        self._ended = (self._ended | ends) - set(self._acting)
+        if ends or self._ended:
+            self._ended = (self._ended | ends).difference(agent for agent, _, _ in self._acting)
         terminated = bool(over and terminateds.get(ALL))
-        total = float(sum(side.reward.sum() for side in self._sides.values()))
-        return self._seen(), total, terminated, over and not terminated, {}
+        return self._seen, total, terminated, over and not terminated, {}
 
     def _show(self, observations: Mapping[str, Any], ends: set[str]) -> None:
         """Write what seats see now; who has not ended decides next."""
@@ -262,19 +292,55 @@ class Table(gym.Env):
                 raise self._wrong(agent, str(e)) from None
             if agent not in ends:
                 side.flags[i] = ACTS
-                self._acting.append(agent)
+                self._acting.append((agent, side.name, i))
 
     def _wrong(self, agent: str, what: str) -> EnvError:
         return EnvError(f"{self.name}, agent {agent!r}, step {self._tick}: {what}")
-
-    def _seen(self) -> dict[str, Any]:
-        return {**{p: side.seen() for p, side in self._sides.items()}, "tick": np.array(self._tick)}
 
     def render(self) -> Any:
         return self.env.render()
 
     def close(self) -> None:
         self.env.close()
+
+
+class SeatCheck(BatchCheck):
+    """The check of games of several: it names agents, and looks at the masks of those who act."""
+
+    def __init__(self, spec: EnvSpec, bounds: bool = True):
+        super().__init__(spec.given, None, bounds)
+        self._agents = spec.agents
+        self._sides = {name: BatchCheck.of(side.spec, bounds) for name, side in spec.sides.items()}
+
+    def first_bad(self, batch: NestedArray) -> tuple[int, str] | None:
+        found = super().first_bad(batch)
+        if found is not None:
+            for name, check in self._sides.items():
+                side = tree.index(batch[name], found[0])
+                if (in_side := check.first_bad(side["obs"])) is not None:
+                    return found[0], self._of_agent(side["agent"], *in_side)
+        return found
+
+    def first_blocked(self, batch: NestedArray, dead: Any = None) -> tuple[int, str] | None:
+        for name, check in self._sides.items():
+            if check.masks:
+                side, seats = batch[name], batch[name]["flags"].shape[1]
+                rows = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), side["obs"])
+                idle = side["flags"] & ACTS == 0
+                if dead is not None:  # cut by its limit, a game has agents who would act
+                    idle |= np.asarray(dead)[:, None]
+                found = check.first_blocked(rows, idle.reshape(-1))
+                if found is not None:
+                    return found[0] // seats, self._of_agent(side["agent"].reshape(-1), *found)
+        return None
+
+    def _of_agent(self, numbers: np.ndarray, seat: int, what: str) -> str:
+        return f"agent {self._agents[numbers[seat]]!r}: {what}"
+
+
+def check_of(spec: EnvSpec, bounds: bool) -> BatchCheck:
+    """Of environments with this spec; `bounds` as `BatchCheck.of` has them."""
+    return SeatCheck(spec, bounds) if spec.sides else BatchCheck.of(spec, bounds)
 
 
 def _filled(space: Space, rows: int) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bray.algos import ALGORITHMS, get_algo, make_policy
-from bray.config import ConfigSource, Resolved, parse_yaml
+from bray.config import ConfigSource, Resolved, parse_yaml, to_plain
 from bray.config.secrets import HIDDEN, give_again
 from bray.errors import BrayError, CheckpointError, ConfigError
 from bray.named import in_script
@@ -139,6 +139,10 @@ def saved_policies(
         )
     found: dict[str, tuple[Sequence[ConfigSource], Check]] = {}
     run = saved.values.get("run") or {}
+    for source in sources:
+        for values in (source.values, source.values.get("run")):
+            if isinstance(values, Mapping) and "policy_mapping" in values:
+                _require_same_mapping(run.get("policy_mapping"), values["policy_mapping"])
     for name in run.get("policies") or {}:
         own = directory.policy_folder(name)
         mine = with_secrets(read_config(own))
@@ -146,6 +150,15 @@ def saved_policies(
         changes = [of_policy(mine, source, run["algorithm"], algo) for source in sources]
         found[name] = changed_by(mine, changes, env, trust_check(own, trust, moments, env))
     return found
+
+
+def _require_same_mapping(saved: Any, given: Any) -> None:
+    """A function that no file can name is given again; it has the name that was saved."""
+    if to_plain(given) != saved:
+        raise ConfigError(
+            f"a run keeps its policy_mapping when it is resumed: it has {saved}, got {to_plain(given)}. Leave it out; "
+            "a new run can start with the weights of its policies (init_from of each)"
+        )
 
 
 def write_about(directory: RunDir, made: Any, training: Any) -> None:

@@ -1,6 +1,13 @@
 """Games of several agents as rows: all that comes out of `TableSource` is what a plain collector makes of the games."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -8,9 +15,13 @@ import torch
 from chaos_for_tests import AGENTS, Chaos, Collector, drawn, fixed
 
 from bray import tree
+from bray.act import Clock
 from bray.data.piece import COLUMNS
 from bray.envs.table import DEFAULT
+from bray.errors import BrayError, ConfigError, EnvError
 from bray.experiment import Experiment
+from bray.figures import read_results
+from bray.rundir import RunDir
 
 PLAIN = {"device": "cpu", "num_workers": 0, "inference": "worker"}  # nothing is timed before the games begin
 SMALL = {"num_envs": 3, "fcnet_hiddens": [4], "use_preset": False, "save_figure": False, **PLAIN}
@@ -168,3 +179,266 @@ def test_environments_in_processes_give_the_same_rows():
     there.close()
     assert len(a) == len(b) > 20
     assert all(same_pieces(x, y) for x, y in zip(a, b, strict=True))
+
+
+def as_tensors(obs):
+    return tree.map(lambda x: torch.from_numpy(np.ascontiguousarray(x)), obs)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_values_and_probabilities_are_of_the_row_that_has_them(shared, monkeypatch):
+    """Whether they are computed with the actions or at the end of a rollout, beside rows that nobody has written: these
+    are no members of the space."""
+
+    def empty(shape, dtype=float, **more):
+        return np.full_like(np_empty(shape, dtype, **more), 99)
+
+    np_empty = np.empty
+    monkeypatch.setattr(np, "empty", empty)
+    options = {"policies": {"one": {}, "two": {}}, "policy_mapping": {"[ab]": "one", "*": "two"}}
+    game = training(config=ppo(6), vf_share_layers=shared, env_config={"mixed": True}, **options)
+    checked = 0
+    for piece in gathered(game.sources[0], 20):
+        seat = game.sources[0].seats[piece.side]
+        assert (seat._later is None) == shared
+        seen = np.ones(piece.first.shape, bool)  # what follows a dead row is nothing yet
+        seen[-1] = piece.valid[-1]
+        model, layout = seat.engine.model, seat.env.spec.layout
+        out = model(as_tensors(tree.map(lambda x, at=seen: x[at], piece.obs)))
+        np.testing.assert_allclose(piece.outputs["value"][seen], out["value"].detach().numpy(), atol=1e-6)
+        played = piece.valid
+        obs = tree.map(lambda x, at=played: x[:-1][at], piece.obs)
+        logits = model(as_tensors(obs))["dist"].detach().numpy().astype(np.float64)
+        if piece.side == "one":
+            logits = np.where(obs["action_mask"] > 0, logits, -np.inf)
+        actions, logp, at = piece.action[played].reshape(len(logits), len(layout.parts)), 0.0, 0
+        for k, part in enumerate(layout.parts):
+            mine = logits[:, at : at + part.n]
+            logp += np.take_along_axis(mine, actions[:, [k]], 1)[:, 0] - np.log(np.exp(mine).sum(1))
+            at += part.n
+        np.testing.assert_allclose(piece.extras["logp"][played], logp, atol=1e-5)
+        checked += len(logits)
+    assert checked > 200
+
+
+@pytest.mark.parametrize("algorithm", ["PPO", "R2D2"])
+def test_memory_is_of_the_seat_and_begins_anew_with_each_episode(algorithm):
+    memory = {"use_lstm": True, "lstm_cell_size": 4}
+    config = {**ppo(8), **memory, "max_seq_len": 4}
+    if algorithm == "R2D2":
+        config = {**DQN, **memory, "sequence_length": 4, "burn_in": 2}
+    source = training(run=algorithm, config=config, **DRAWN).sources[0]
+    pieces, rows, _ = check(source, 16, drawn)
+    remembered = {}
+    for key, found in rows.items():
+        model = source.seats[key[0]].engine.model
+        remembered[key], state = [], None
+        for row in found:
+            if row.first:
+                state = model.initial_state(1)
+            remembered[key].append(state)
+            if row.valid:
+                state = model(as_tensors(tree.map(lambda x: np.asarray(x)[None], row.obs)), state)["state"]
+    taken, compared = Counter(), 0
+    for piece in pieces:
+        every = piece.state_every
+        assert every == (4 if algorithm == "PPO" else 1)
+        for b, seat in enumerate(piece.stream.tolist()):
+            key = piece.side, seat
+            for t in range(0, piece.length, every):
+                if piece.valid[t, b]:
+                    mine = tree.map(lambda x: x.detach().numpy()[0], remembered[key][taken[key] + t])
+                    tree.map(
+                        lambda x, y, t=t, b=b, n=every: np.testing.assert_allclose(x[t // n, b], y, atol=1e-5),
+                        piece.state,
+                        mine,
+                    )
+                    compared += 1
+            taken[key] += piece.length
+    assert compared > 60
+
+
+def test_returns_are_of_whole_games():
+    source = training(config=ppo(16), **DRAWN).sources[0]
+    matches = []
+    for _ in range(250):
+        source.step()
+        matches += source.matches
+        source.seats["one"].pieces(), source.seats["two"].pieces()
+    _, collectors = collected(source, drawn)
+    for i, one in enumerate(collectors):
+        assert [(m.returns, m.length) for m in matches if m.game == i] == one.matches
+    assert len(matches) > 10
+    numbers = source.numbers()
+    for agent in AGENTS:
+        mine = [m.returns[agent] for m in matches[-100:]]
+        assert numbers[f"agent/{agent}/return_mean"] == pytest.approx(sum(mine) / len(mine))
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+RESUMED = {
+    "one": (ppo(8), {}),
+    "drawn": (ppo(5), DRAWN),
+    "even": (ppo(5), {"env_config": {"even": True}}),
+    "memory": ({**ppo(8), "use_lstm": True, "lstm_cell_size": 4, "max_seq_len": 4}, TWO),
+    "normalized": (ppo(8), {"normalize_rewards": True, "normalize_observations": True, "max_episode_steps": 9}),
+    "processes": (ppo(8), {**DRAWN, "vector": "subprocess", "num_processes": 2}),
+    "replayed": (DQN, {"run": "DQN", **DRAWN}),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_source_goes_on_exactly(case):
+    config, options = RESUMED[case]
+    with closing(training(config=config, **options).sources[0]) as whole:
+        for k in range(5):
+            gathered(whole, 1 + k)
+            state = whole.get_state()
+            state["arrays"] = tree.map(np.array, state["arrays"])
+            state["json"] = json.loads(json.dumps(state["json"]))
+            with closing(training(config=config, **options).sources[0]) as again:
+                assert again.set_state(state, Clock())
+                a, b = gathered(whole, 4), gathered(again, 4)
+                assert len(a) == len(b) > 3
+                assert all(same_pieces(x, y) for x, y in zip(a, b, strict=True))
+                assert whole.numbers() == again.numbers()
+                assert (whole.env_steps, whole.agent_steps) == (again.env_steps, again.agent_steps)
+
+
+def test_after_kill_minus_nine_a_game_goes_on_exactly(tmp_path):
+    policies = {"one": {"run": "PPO", "config": ppo(8)}, "two": {"run": "DQN", "config": DQN}}
+    told = {**SMALL, "policies": policies, "policy_mapping": "chaos_for_tests:drawn"}
+    told |= {"export_graph_after_s": None, "checkpoint_every_s": 0.0}
+    told["iteration_steps"] = 64
+    whole = Experiment(env="chaos_for_tests:Chaos", path=tmp_path / "whole", **told)
+    list(whole.train({"training_iteration": 12}))
+    whole.close()
+    del told["use_preset"]
+    words = ["--env", "chaos_for_tests:Chaos", "--no-preset", "--config", json.dumps({**told, "checkpoint_freq": 1})]
+    words += ["--project", str(tmp_path), "--trial", "r", "--stop", '{"time_total_s": 1000}', "--quiet"]
+    process = subprocess.Popen([sys.executable, "-m", "bray", "train", *words], start_new_session=True)
+    until = time.monotonic() + 120
+    while len(RunDir(tmp_path / "r").steps()) < 4 and time.monotonic() < until:
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    cut = Experiment.resume(tmp_path / "r")
+    assert cut.exact
+    last = max(12, cut.training.iteration + 2)
+    assert cut.training.iteration > 0
+    list(cut.train({"training_iteration": last}))
+    cut.close()
+    if last > 12:  # it was fast
+        whole = Experiment.resume(tmp_path / "whole")
+        list(whole.train({"training_iteration": last}))
+        whole.close()
+    for name in policies:
+        a, b = (RunDir.open(tmp_path / run / "models" / name).load_checkpoint().weights for run in ("r", "whole"))
+        assert a.keys() == b.keys()
+        assert all(np.array_equal(a[k], b[k]) for k in a)
+    rows = [read_results(tmp_path / run) for run in ("r", "whole")]
+    for key in ("env_steps_total", "agent_steps_total", "agent/a/return_mean", "side/two/loss/loss"):
+        assert key in rows[0][-1]
+        assert [row.get(key) for row in rows[0]] == [row.get(key) for row in rows[1]]
+
+
+def test_a_run_is_resumed_with_the_policies_and_the_mapping_that_it_had(tmp_path):
+    options = {**SMALL, **TWO, "config": ppo(8), "iteration_steps": 64, "export_graph_after_s": None}
+    exp = Experiment(env="chaos_for_tests:Chaos", run="PPO", path=tmp_path / "r", **options)
+    list(exp.train({"training_iteration": 1}))
+    exp.close()
+    for other in (
+        {"policies": {"one": {}, "three": {}}},
+        {"policy_mapping": {"a": "two", "*": "one"}},
+        {"policy_mapping": "chaos_for_tests:drawn"},
+    ):
+        with pytest.raises(BrayError, match="keeps its polic"):
+            Experiment.resume(tmp_path / "r", **other)
+    again = Experiment.resume(tmp_path / "r", policy_mapping=dict(TWO["policy_mapping"]))
+    assert again.exact
+    again.close()
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def refused(match, error=ConfigError, env=Chaos, gathers=0, **options):
+    with pytest.raises(error, match=match), closing(training(env, **{"config": ppo(8), **options})) as game:
+        gathered(game.sources[0], gathers)
+
+
+def test_mistakes_of_a_mapping_are_told():
+    two = TWO["policies"]
+    some = {"policies": two, "policy_mapping": {"a": "one", "b": "two"}}
+    refused(r"speaks of a, b, and not of agent 'c': .* Policies are one, two, as in policy_mapping={'a': 'one'", **some)
+    refused("no agent plays by the policy 'two'; agents are a, b, c, d", policies=two, policy_mapping={"*": "one"})
+    refused("speaks of nobody, and not of agent 'a'", policies=two)
+    wrong = {"a": "one", "b": "two", "*": "three"}
+    refused(r"unknown policy 'three' \(run.policy_mapping: agent 'c'\)", policies=two, policy_mapping=wrong)
+    refused(r"unknown agent 'e' \(run.policy_mapping\)", policies=two, policy_mapping={"e": "one", "*": "two"})
+    refused("or 'module:function', got 3", policies=two, policy_mapping=3)
+    refused("no attribute 'nothing'", policies=two, policy_mapping="chaos_for_tests:nothing")
+    refused("unknown policy 'three'.*agent 'a'", policies=two, policy_mapping=lambda agent, game: "three")
+    refused("raised KeyError for agent 'a'", policies=two, policy_mapping=lambda agent, game: {}[agent])
+    refused("env.num_envs is of the game", policies={"one": {}, "two": {"env": {"num_envs": 7}}}, policy_mapping=drawn)
+
+
+def test_what_does_not_go_with_games_of_several_is_told():
+    said = r"agents 'a' and 'c' have other observation spaces .*policies={one: {}, two: {}} and policy_mapping={a: one"
+    refused(said, env_config={"mixed": True})
+    refused(said, env_config={"mixed": True}, **DRAWN)
+    refused(r"env.wrappers changes .*a game of several \(a, b, c, d\): leave it out", wrappers=[str])
+    refused("ES learns from whole episodes of one agent.*env.teams", run="ES", config={})
+    refused("PG learns from whole episodes of one agent.*env.teams", run="PG", config={})
+
+
+class Wrong(Chaos):
+    """Breaks the contract at step 5, or in a later game."""
+
+    def __init__(self, what, vector_index=0):
+        super().__init__(vector_index=vector_index)
+        self.what = what
+        if what == "names" and vector_index:
+            self.possible_agents = ["a", "b", "c", "e"]
+            for spaces in (self.observation_spaces, self.action_spaces):
+                spaces["e"] = spaces["a"]
+
+    def reset(self, **options):
+        obs, infos = super().reset(**options)
+        return ({"x": self._see("a")} if self.what == "later" and len(self.log) > 9 else obs), infos
+
+    def step(self, actions):
+        obs, rewards, terminateds, truncateds, infos = super().step(actions)
+        if self.t == 5 and self.what in ("stranger", "paid", "nan", "dead"):
+            if self.what == "stranger":
+                obs["x"] = self._see("a")
+            elif self.what != "dead":
+                rewards["x" if self.what == "paid" else "a"] = float("nan") if self.what == "nan" else 1.0
+        elif self.what == "dead" and self.silent:
+            rewards |= {a: 1.0 for a in self.silent if a not in obs and not terminateds.get(a)}
+        elif self.what == "blind" and self.t == 5:
+            for seen in obs.values():
+                seen["obs"][1] = np.nan
+        elif self.what == "blocked" and self.t == 5:
+            for seen in obs.values():
+                seen["action_mask"][:] = 0
+        return obs, rewards, terminateds, truncateds, infos
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("stranger", "agent 'x', step 5: it has an observation and is none of possible_agents: a, b, c, d"),
+        ("later", "agent 'x', step 0: it has an observation and is none of possible_agents: a, b, c, d"),
+        ("paid", "agent 'x', step 5: it gets a reward and is none of possible_agents: a, b, c, d"),
+        ("dead", r"agent '[abcd]', step \d+: it gets the reward 1.0, and has ended before"),
+        ("nan", "agent 'a', step 5: its reward is nan"),
+        ("blind", r"environment \d, episode \d+, step 5: agent '[abcd]': observation\['obs'\]\[1\] is nan"),
+        ("blocked", r"environment \d, episode \d+, step 5: agent '[abcd]': action_mask forbids every choice"),
+        ("names", "need the same possible_agents, number 0 has a, b, c, d, number 1 has a, b, c, e"),
+    ],
+)
+def test_a_game_that_breaks_the_contract(what, said):
+    refused(said, EnvError, Wrong, gathers=40, env_config={"what": what})
