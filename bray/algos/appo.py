@@ -35,7 +35,7 @@ class Config(ppo.Config):
     rollout_length: Count = 64
     """Steps T of a rollout."""
     batch_envs: Count | None = None
-    """Environments whose rollouts make a batch, at least; null = those of one worker."""
+    """Environments whose rollouts make a batch; null = those of one worker."""
     epochs: Count = 2
     """Passes over a batch. Workers play on meanwhile: more passes make what they play older."""
     minibatches: Count = 4
@@ -52,7 +52,7 @@ class Config(ppo.Config):
 
 
 def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Rollouts:
-    return rows.rollouts(config, model, asynchronous=True, least=config.batch_envs or 1)
+    return rows.rollouts(config, model, asynchronous=True, games=config.batch_envs)
 
 
 class Learner(ppo.Learner):

@@ -35,7 +35,7 @@ class Config:
     rollout_length: Count = 20
     """Steps T of a rollout. A Model with memory is trained on the whole of it."""
     batch_envs: Count | None = None
-    """Environments whose rollouts make a batch, at least; null = those of one worker."""
+    """Environments whose rollouts make a batch; null = those of one worker."""
     lr: RateSchedule = 1e-3
     """Learning rate; a number or a schedule over env steps."""
     optimizer: Literal["adam", "rmsprop"] = "adam"
@@ -65,7 +65,7 @@ def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
 
 def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Rollouts:
     steps = config.rollout_length
-    return Rollouts(steps, state_every=steps, asynchronous=True, least=config.batch_envs or 1)
+    return Rollouts(steps, state_every=steps, asynchronous=True, games=config.batch_envs)
 
 
 class Policy(act.Policy):

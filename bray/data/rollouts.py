@@ -25,8 +25,9 @@ class Rollouts(Experience):
     Model with memory are cut into sequences of `state_every` rows, one per column, the last of a piece padded; the
     columns of a piece stay in line (`Piece.in_line`), so that advantages go through the whole piece.
 
-    `asynchronous`: for algorithms that learn from what older weights did. Pieces of workers come as they are played; so
-    many as have `least` columns together make a batch, side by side. A batch of lent pieces holds until the next one is
+    `asynchronous`: for algorithms that learn from what older weights did. Pieces of workers come as they are played.
+    With `games`, so many columns make a batch, side by side in the order in which they came: it is the same for one
+    process with all environments and for workers that share them. A batch of lent pieces holds until the next one is
     taken.
     """
 
@@ -38,10 +39,10 @@ class Rollouts(Experience):
         columns: int | None = None,
         state_every: int = 1,
         asynchronous: bool = False,
-        least: int = 1,
+        games: int | None = None,
     ):
         self.piece_length, self.columns, self.state_every = length, columns, state_every
-        self.asynchronous, self.least = asynchronous, least
+        self.asynchronous, self.games = asynchronous, games
         self.sized_by = ""
         """The key that says how many rows a rollout has, where that is not the algorithm's alone."""
         self._ready: deque[Piece] = deque()
@@ -53,10 +54,13 @@ class Rollouts(Experience):
 
     def add(self, piece: Piece) -> None:
         if piece.stream is None and piece.length == self.piece_length:
-            if piece.lent or piece.num_envs < self.least:
+            games = self.games or piece.num_envs
+            if piece.lent or piece.num_envs % games or self._beside is not None:
                 self._put_beside(piece)
-            else:
+            elif piece.num_envs == games:
                 self._ready.append(piece)
+            else:
+                self._ready.extend(_columns(piece, at, at + games) for at in range(0, piece.num_envs, games))
             return
         if self._canvas is None:
             assert self.piece_length is not None
@@ -66,21 +70,24 @@ class Rollouts(Experience):
         self._ready.extend(self._canvas.lay(piece))
 
     def _put_beside(self, piece: Piece) -> None:
-        if self._beside is None:
-            self._beside, self._filled = self._unused(piece), 0
-        write_columns(self._beside, self._filled, piece)
-        self._filled += piece.num_envs
-        if self._filled >= self.least:
-            self._ready.append(self._beside)
-            self._beside = None
+        at = 0
+        while at < piece.num_envs:
+            if self._beside is None:
+                self._beside, self._filled = self._unused(piece), 0
+            n = min(piece.num_envs - at, self._beside.num_envs - self._filled)
+            write_columns(self._beside, self._filled, _columns(piece, at, at + n))
+            at, self._filled = at + n, self._filled + n
+            if self._filled == self._beside.num_envs:
+                self._ready.append(self._beside)
+                self._beside = None
 
     def _unused(self, like: Piece) -> Piece:
         """One that was learnt from is written over: memory that is asked for anew costs more than the copy."""
-        in_use = [id(piece) for piece in (*self._ready, self._last)]
+        in_use, games = [id(piece) for piece in (*self._ready, self._last)], self.games or like.num_envs
         for piece in self._made:
-            if id(piece) not in in_use:
+            if id(piece) not in in_use and piece.num_envs == games:
                 return piece
-        self._made.append(wider(like, -(-self.least // like.num_envs) * like.num_envs))
+        self._made.append(wider(like, games))
         return self._made[-1]
 
     def room(self) -> bool:
@@ -101,7 +108,7 @@ class Rollouts(Experience):
     def _waiting(self) -> dict[str, list[Piece]]:
         """What is not learnt from yet. No row of it is followed by what comes next, so that it holds whatever becomes
         of the games."""
-        beside = [] if self._beside is None else [_first_columns(self._beside, self._filled)]
+        beside = [] if self._beside is None else [_columns(self._beside, 0, self._filled)]
         canvas = [] if self._canvas is None or not self._canvas.filled else [self._canvas.piece]
         return {"ready": list(self._ready), "beside": beside, "canvas": canvas}
 
@@ -172,10 +179,12 @@ class Rollouts(Experience):
         return tree.map(newest, self._last.obs)
 
 
-def _first_columns(piece: Piece, columns: int) -> Piece:
-    """The first games of a piece, as views."""
-    names = [name for name in (*COLUMNS, "version") if getattr(piece, name) is not None]
-    return replace(piece, **{name: tree.map(lambda x: x[:, :columns], getattr(piece, name)) for name in names})
+def _columns(piece: Piece, start: int, end: int) -> Piece:
+    """Games of a piece, as views."""
+    names = [name for name in COLUMNS if getattr(piece, name) is not None]
+    names += ["version"] if np.ndim(piece.version) else []
+    views = {name: tree.map(lambda x: x[:, start:end], getattr(piece, name)) for name in names}
+    return replace(piece, **views, on_device=None)
 
 
 def _is_sound(piece: Piece, largest: float) -> bool:

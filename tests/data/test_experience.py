@@ -193,8 +193,8 @@ def test_what_waits_in_rollouts_is_saved(how):
     rng = np.random.default_rng(1)
 
     def make():
-        least = 5 if how == "beside" else 1
-        return Rollouts(8, columns=3, state_every=4 if how == "recurrent" else 1, least=least)
+        games = 5 if how == "beside" else None
+        return Rollouts(8, columns=3, state_every=4 if how == "recurrent" else 1, games=games)
 
     if how in ("whole", "beside"):
         pieces = [side_by_side(*(make_piece(rng, 8, None, version=i) for _ in range(2))) for i in range(9)]
@@ -220,6 +220,26 @@ def test_what_waits_in_rollouts_is_saved(how):
         assert (a.state_every, a.in_line) == (b.state_every, b.in_line)
         if how == "recurrent":
             assert tree.equal(a.state, b.state)
+
+
+def test_batches_are_as_wide_whoever_played_the_rows():
+    """One process with all games, or workers with some of them; what is over goes to the next batch."""
+    rng = np.random.default_rng(4)
+    games = [[make_piece(rng, 8, None, version=i) for _ in range(16)] for i in range(2)]
+    games.insert(1, games[0][:12])
+    learnt = []
+    for wide in (16, 2, 3):
+        experience, got = Rollouts(8, asynchronous=True, games=8), []
+        for row in games:
+            for at in range(0, len(row), wide):
+                experience.add(side_by_side(*row[at : at + wide]))
+                got += [copy.deepcopy(batch.data) for batch in batches(experience)]
+        learnt.append(got)
+    assert [data.num_envs for data in learnt[0]] == [8] * 5
+    for other in learnt[1:]:
+        for a, b in zip(learnt[0], other, strict=True):
+            assert all(tree.equal(getattr(a, name), getattr(b, name)) for name in ROWS)
+            assert (np.broadcast_to(a.version, a.reward.shape) == b.version).all()
 
 
 def test_rows_that_wait_and_are_not_sound_are_left_out():
