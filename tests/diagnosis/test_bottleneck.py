@@ -64,6 +64,7 @@ def test_a_learner_that_holds_a_run_up_is_told_with_its_number_and_bound():
     ("options", "machine", "expected"),
     [
         (PPO, TWO, [{"threads": 2}, {"epochs": 5}]),  # arithmetic: not fewer minibatches
+        (PPO, Machine(16), [{"threads": 4}, {"epochs": 5}]),
         (PPO, Machine(16, gpus=1), [{"device": "cuda"}, {"epochs": 5}]),
         (DQN, TWO, [{"threads": 2}, {"train_every": 2}]),
         ({**DQN, "updates": 4}, Machine(1), [{"updates": 2}]),
@@ -77,7 +78,10 @@ def test_long_gradient_steps_want_other_hardware_or_fewer_of_them(options, machi
 
 
 def test_a_learner_that_replays_gets_a_worker_where_playing_takes_long():
-    assert keys(said(DQN, learn=0.6, env=0.4, steps=1000)) == [{"num_workers": 1}, {"train_every": 2}]
+    assert keys(said(DQN, learn=0.6, env=0.4, steps=1000)) == [
+        {"num_workers": 1, "lockstep": True},
+        {"train_every": 2},
+    ]
     found = said(DQN, learn=0.7, env=0.3, steps=1000)  # 1.4 times at most, and the copies take more than that
     assert keys(found) == [{"train_every": 2}]
     assert "more workers will not help" in found.note
@@ -89,7 +93,7 @@ def test_environments_that_compute_get_as_many_workers_as_there_are_cores():
     assert keys(found) == [{"num_workers": 2, "num_envs": 4}]
     assert found.changes[0].gain == pytest.approx(1 / (0.2 + 0.8 / 2))
     assert found.changes[0].same
-    assert keys(said(DQN, Machine(4), env=0.9, learn=0.1)) == [{"num_workers": 4, "num_envs": 1}]
+    assert keys(said(DQN, Machine(4), env=0.9, learn=0.1)) == [{"num_workers": 4, "num_envs": 1, "lockstep": True}]
     assert said(PPO, Machine(1), env=0.9, learn=0.1).note == (
         "all cores play already: a faster environment or more cores would help"
     )
