@@ -37,6 +37,8 @@ SHORT_STEP_S = 3e-3
 MOST_THREADS = 4
 """Threads that an update is advised. They wait for each other after every product: with 16 on 16 cores, two trainings
 of SAC side by side were fifty times slower than with one each."""
+ONE_CORE = 1.2
+"""Cores that a process keeps busy, above which it has several threads."""
 _CORES = (CPU, QUEUED)
 MOST_WORKERS, MOST_ENVS = 32, 64
 PROCESSES_GAIN = 0.5
@@ -232,6 +234,12 @@ class _Run:
         return bool(self.machine.gpus) and self.options.get("device", "cpu") == "cpu"
 
     @property
+    def one_thread(self) -> bool:
+        """Whether updates are computed by one core. `threads` may say auto."""
+        on_cpu = self.options.get("device", "cpu") == "cpu"
+        return on_cpu and self.count("threads", 1) == 1 and self.times.learner_cores.get(CPU, 0.0) < ONE_CORE
+
+    @property
     def replays(self) -> bool:
         return "replay_size" in self.options
 
@@ -329,7 +337,7 @@ def _learn(run: _Run) -> Advice:
     note = "more workers will not help"
     if long_steps and run.could_use_gpu:
         change("device", "cuda", math.inf)
-    elif long_steps and run.options.get("device", "cpu") == "cpu" and cores > 1 and count("threads", 1) == 1:
+    elif long_steps and run.one_thread and cores > 1:
         threads = min(cores, MOST_THREADS)
         change("threads", threads, (1 + threads) / 2)
     beside = 1.0 / max(share, 1.0 - share)

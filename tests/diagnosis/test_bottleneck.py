@@ -77,6 +77,12 @@ def test_long_gradient_steps_want_other_hardware_or_fewer_of_them(options, machi
     assert keys(found) == expected
 
 
+def test_an_update_that_has_several_threads_gets_no_more_of_them():
+    busy = said({**PPO, "threads": "auto"}, Machine(4), learn=0.7, env=0.3, steps=10, cpu=2.4)
+    assert keys(busy) == [{"epochs": 5}]
+    assert keys(said({**PPO, "threads": 4}, Machine(4), learn=0.7, env=0.3, steps=10)) == [{"epochs": 5}]
+
+
 def test_a_learner_that_replays_gets_a_worker_where_playing_takes_long():
     assert keys(said(DQN, learn=0.6, env=0.4, steps=1000)) == [
         {"num_workers": 1, "lockstep": True},
