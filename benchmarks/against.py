@@ -26,6 +26,7 @@ from pathlib import Path
 from benchmarks import ours
 from benchmarks.same_weights import BASE, ROOT, environment, other_tree
 
+_SHORT = {"iteration_steps": 200}  # 1,000 steps of SAC are seconds
 TRAINING = {
     "ppo": {"run": "PPO", "env": "CartPole-v1"},
     "ppo-lstm": {"run": "PPO", "env": "CartPole-v1", "use_lstm": True},
@@ -33,7 +34,7 @@ TRAINING = {
     "dqn": {"run": "DQN", "env": "CartPole-v1"},
     "sac": {"run": "SAC", "env": "Pendulum-v1", "learning_starts": 1000},
     "ppo-workers": {"run": "PPO", "env": "CartPole-v1", "num_workers": 2},
-    **{f"ours/{name}": {**case, "use_preset": False, "seed": 1} for name, case in ours.CASES.items()},
+    **{f"ours/{name}": {**_SHORT, **case, "use_preset": False, "seed": 1} for name, case in ours.CASES.items()},
 }
 OURS = [name for name in TRAINING if name.startswith("ours/")]
 TURNS, WARM_UP = 17, 2  # of a training; turns before them are not counted
