@@ -56,7 +56,7 @@ _ELSEWHERE = {
     **{"rainbowdqn": "Rainbow", "apexdqn": "Ape-X", "asyncppo": "APPO", "openaies": "ES"},
 }
 """Names that other libraries have for ours, as `_folded` leaves them."""
-_RUN = "--run; your own is module:Name"
+_OWN = "your own is module:Name"
 NAMES = ("Config", "make_model", "Policy", "Learner")
 OPTIONAL = ("experience", "DEFAULTS", "iterate", "PLAYS_ON")
 
@@ -74,15 +74,16 @@ def register_algo(name: str, algo: Any, replace: bool = False) -> None:
     ALGORITHMS[name] = algo
 
 
+def check_name(name: Any, where: str = "--run") -> None:
+    """Raise UnknownName for a name that is no algorithm's; nothing is imported. `where`: what the user wrote it in."""
+    if isinstance(name, str) and algo_name(name) not in ALGORITHMS and ":" not in name:
+        raise UnknownName("algorithm", name, ALGORITHMS, f"{where}; {_OWN}", hint(f"--run {_folded(name)}"))
+
+
 def get_algo(name: Any) -> Any:
     """The algorithm of a name (see `algo_name`), of `module:Name`, or the given object itself."""
-    algo = name
-    if isinstance(name, str):
-        known = algo_name(name)
-        if known in ALGORITHMS:
-            algo = ALGORITHMS[known]
-        elif ":" not in name:
-            raise UnknownName("algorithm", name, ALGORITHMS, _RUN, hint(f"--run {_folded(name)}"))
+    check_name(name)
+    algo = ALGORITHMS.get(algo_name(name), name) if isinstance(name, str) else name
     if isinstance(algo, str):
         algo = _import(algo)
     algo = _completed(algo)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bray.algos import check_name
 from bray.config import ConfigSource
 from bray.config.declare import options
 from bray.config.runfile import spread_sections
@@ -79,8 +80,10 @@ def keys_of(source: ConfigSource) -> set[str]:
 
 def first_algorithm(sources: Sequence[ConfigSource]) -> list[ConfigSource]:
     """Where the run names no algorithm, its policies do: the first of theirs stands for it."""
-    found = [algorithm_of(policy) for policy in named_policies(sources).values()]
-    return [ConfigSource("policies", {"run": {"algorithm": name}}) for name in found if isinstance(name, str)][:1]
+    found = {name: algorithm_of(policy) for name, policy in named_policies(sources).items()}
+    for name, algorithm in found.items():
+        check_name(algorithm, f"of policy {name}")
+    return [ConfigSource("policies", {"run": {"algorithm": x}}) for x in found.values() if isinstance(x, str)][:1]
 
 
 def of_policy(saved: ConfigSource, source: ConfigSource, run: Any, algo: Any) -> ConfigSource:
@@ -117,6 +120,7 @@ def _set_up(
         if key not in KEYS:
             raise UnknownName("key", key, KEYS, where)
     algorithm = own.get("run") or run.algorithm
+    check_name(algorithm, f"of policy {name}")
     same = algorithm == run.algorithm
     shared = [_of_all(source, None if same else algo) for source in sources]
     values: dict[str, Any] = {k: dict(own[k]) for k in ("model", "env") if own.get(k)}

@@ -17,7 +17,7 @@ from bray import tree
 from bray.algos import dqn, ppo
 from bray.cli.main import main
 from bray.data import Replay, Rollouts
-from bray.errors import BrayError
+from bray.errors import BrayError, UnknownName
 from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.rundir import RunDir
@@ -300,3 +300,9 @@ def test_leaves_of_states_are_by_policy(tmp_path):
     one = RunDir.open(tmp_path / "r" / "models" / "second").load_checkpoint()
     assert tree.length(one.state["arrays"]["observations"]["obs"]) > 0
     assert one.name == "second"
+
+
+def test_an_unknown_algorithm_is_told_with_the_policy_that_has_it(tmp_path):
+    for run in (None, "PPO"):
+        with pytest.raises(UnknownName, match=r"unknown algorithm 'DQNN' \(of policy second; .*Did you mean 'DQN'"):
+            Experiment(run=run, env="CartPole-v1", policies={"first": "PPO", "second": "DQNN"}, path=tmp_path / "r")
