@@ -104,12 +104,15 @@ class Rows:
 
     @property
     def start(self) -> tuple[float, float]:
-        """Mean and deviation of the first returns, of as many rows as a beginning has; NaN before, and in a run that
-        was resumed: how it began is not known."""
+        """Mean of the first returns, of as many rows as a beginning has, and their deviation from a straight line, for
+        what rises from the first row on is no noise; NaN before, and in a run that was resumed: how it began is not
+        known."""
         first = [x for (x,) in self.first(_RETURN)]
         if self.resumed or len(first) < self.beginning:
             return math.nan, math.nan
-        return statistics.fmean(first), statistics.pstdev(first)
+        slope, begin = statistics.linear_regression(range(len(first)), first)
+        off = [x - begin - slope * i for i, x in enumerate(first)]
+        return statistics.fmean(first), math.sqrt(sum(x * x for x in off) / (len(off) - 2))
 
     def flat_for(self, steps: float, rows: int) -> bool:
         """Whether a return that has not moved for so long should have."""

@@ -347,7 +347,7 @@ def test_dead_units_of_a_run_with_memory(config, tmp_path):
 # --- no false alarm ---------------------------------------------------------------------------------------------------
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "learning"
-LEARNT_NOTHING = {"dqn-cartpole-masked", "ppo-cue-mlp", "ppo-mountaincar"}  # what memory and curiosity are shown beside
+LEARNT_NOTHING = {"ppo-cue-mlp", "ppo-mountaincar"}  # what memory and curiosity are shown beside
 
 
 @pytest.mark.parametrize("record", sorted(RECORDS.glob("*-*.jsonl")), ids=lambda path: path.stem)
