@@ -115,6 +115,8 @@ class RunDir(Checkpoints):
         """An existing run directory, to read; nothing in it is changed, so a run may be read while it is trained.
         `RUN_DIR/models/NAME` is one of its policies, where it has several."""
         path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"{path} is a file: expected a run directory, or one of its checkpoints/STEP")
         if not path.is_dir():
             raise CheckpointError(f"{path}: there is no such run directory")
         if Path(os.path.abspath(path)).parent.name == "models" and (path / "config.yaml").exists():

@@ -31,7 +31,12 @@ def parse_policies(given: list[str]) -> dict[str, str]:
     wrong = [text for text in named if not all(text.partition("="))]
     if wrong:
         raise ConfigError(f"--policies {wrong[0]}: expected NAME=ALGO, such as first=PPO,second=DQN")
-    return {name: algorithm for name, _, algorithm in (text.partition("=") for text in named)}
+    out: dict[str, str] = {}
+    for name, _, algorithm in (text.partition("=") for text in named):
+        if name in out:
+            raise ConfigError(f"--policies: two policies are called {name} ({out[name]} and {algorithm}): rename one")
+        out[name] = algorithm
+    return out
 
 
 def parse_mapping(given: str) -> Any:

@@ -108,6 +108,7 @@ def test_planned_commands_say_that_they_are_not_there(name, capsys):
         (["train", "--seed", "x"], "invalid value for '--seed'"),
         (["eval"], "missing argument 'RUN_DIR'"),
         (["eval", "nowhere"], "nowhere: there is no such run directory"),
+        (["eval", __file__], "test_cli.py is a file: expected a run directory, or one of its checkpoints/STEP"),
         (["train", "--run", "PPO"], "needs an algorithm (run=, --run) and an environment"),
         (["train", "--run", "PPX", "--env", "CartPole-v1"],
          "unknown algorithm 'PPX' (--run; your own is module:Name). Did you mean 'PPO'?"),

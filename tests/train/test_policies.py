@@ -282,6 +282,9 @@ def test_mistakes_are_told_in_one_line(tmp_path, bray_cli):
     code, out = bray_cli("train", "--env", "CartPole-v1", "--policies", "PPO", "--steps", 10)
     assert code != 0
     assert "expected NAME=ALGO, such as first=PPO,second=DQN" in " ".join(out.split())
+    code, out = bray_cli("train", "--env", "CartPole-v1", "--policies", "first=PPO,first=DQN")
+    assert code != 0
+    assert "two policies are called first (PPO and DQN): rename one" in " ".join(out.split())
 
 
 def test_what_a_policy_of_a_foreign_run_names_is_imported_with_trust_alone(tmp_path, monkeypatch):
