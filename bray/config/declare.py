@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
@@ -144,7 +144,7 @@ class Option:
     def flag(self) -> Flag | None:
         return next((m for m in reversed(self.metadata) if isinstance(m, Flag)), None)
 
-    @property
+    @cached_property
     def metadata(self) -> list[Any]:
         """What `Annotated` says of the field, or of the members of its union."""
         return [m for hint in (*typing.get_args(base(self.hint)), self.hint) for m in metadata(hint)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
+import functools
 import json
 import logging
 import re
@@ -77,21 +79,24 @@ def _moves(values: Mapping[str, Any]) -> Iterator[tuple[Key, Key, Any]]:
             yield (key,), (key,), value
 
 
-def presets() -> Iterator[tuple[str, str, ConfigSource]]:
-    """(algorithm, environment, settings) of the tuned settings that ship with Bray. An environment may be a pattern for
-    a family: ALE/*."""
+@functools.cache
+def presets() -> tuple[tuple[str, str, ConfigSource], ...]:
+    """(algorithm, environment, settings) of the tuned settings that ship with Bray, read once. An environment may be a
+    pattern for a family: ALE/*."""
+    found = []
     for file in sorted(resources.files("bray").joinpath("presets").iterdir(), key=lambda f: f.name):
         if file.name.endswith(".yaml"):
             with resources.as_file(file) as path:
                 source = spread_sections(load_yaml(path))
             source.name = f"preset {Path(file.name).stem}"
-            yield source.values["run"]["algorithm"], source.values["env"]["id"], source
+            found.append((source.values["run"]["algorithm"], source.values["env"]["id"], source))
+    return tuple(found)
 
 
 def preset(algo: str, env: str) -> ConfigSource | None:
     """The tuned settings for this algorithm and environment, else for its family, if there are any."""
     mine = [(e, source) for a, e, source in presets() if a == algo and fnmatch.fnmatchcase(env, e)]
-    return next((source for e, source in sorted(mine, key=lambda found: found[0] != env)), None)
+    return next((copy.deepcopy(source) for e, source in sorted(mine, key=lambda found: found[0] != env)), None)
 
 
 def other_versions(algo: str, env: str) -> list[str]:
