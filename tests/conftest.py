@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,6 +162,24 @@ def _graphs_are_waited_for() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphExport, "close", finish)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _graphs_are_written_by_forked_processes() -> Iterator[None]:
+    """What a process imports to export a graph takes the CPU five times as long as the export of a small one."""
+
+    class Forked:
+        PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
+
+        @staticmethod
+        def Popen(*args: Any, **kwargs: Any) -> "subprocess.Popen[bytes]":
+            from tests import forked
+
+            return forked.Popen(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bray.serving.graph.subprocess", Forked)
         yield
 
 

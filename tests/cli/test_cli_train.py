@@ -21,6 +21,7 @@ from bray.experiment import OWN_KEYS, ROW_KEYS, Experiment
 from bray.figures import read_results
 from bray.rundir import RunDir
 from bray.train.goals import LIVE_SCORE
+from tests import forked
 
 TINY = ["rollout_length=16", "num_envs=2", "minibatches=1", "epochs=1"]
 CARTPOLE = ["train", "--run", "PPO", "--env", "CartPole-v1", *TINY, "iteration_steps=0"]
@@ -537,7 +538,7 @@ def test_a_signal_ends_after_the_iteration_and_saves(tmp_path, capsys, number, s
 
 def test_the_second_signal_ends_at_once(tmp_path):
     argv = signalling(tmp_path, [20, 21], signal.SIGINT)
-    done = subprocess.run([BRAY, *argv], cwd=HERE, capture_output=True, text=True, timeout=120)
+    done = forked.run([sys.executable, "-m", "bray", *argv], cwd=HERE, timeout=120)
     assert done.returncode == 130
     assert "finishing this iteration, then saving; the same again ends at once" in done.stdout
     assert "Traceback" not in done.stderr

@@ -42,12 +42,12 @@ CASES = {
     "sac-subprocess": ("SAC", "Pendulum-v1", {**OFF, "num_envs": 2, "vector": "subprocess", "fcnet_hiddens": [16]}, 4),
 }
 
-HUNT = {"teams": {"team": ["hunter_0", "hunter_1", "hunter_2"]}, "num_envs": 2}
+HUNT = {"teams": {"team": ["hunter_0", "hunter_1", "hunter_2"]}, "num_envs": 2, "target_period": 10}
 GRU = {"use_lstm": True, "recurrent": "gru", "lstm_cell_size": 8, "sequence_length": 4, "burn_in": 2}
 CASES |= {
-    "qmix": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 4),
-    "qmix-memory": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, **GRU, "vector": "subprocess"}, 4),
-    "vdn": ("VDN", "bray.envs.agent_games:Hunt", {**OFF, **HUNT}, 4),
+    "qmix": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 2),
+    "qmix-memory": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, **GRU, "vector": "subprocess"}, 2),
+    "vdn": ("VDN", "bray.envs.agent_games:Hunt", {**OFF, **HUNT}, 2),
 }
 
 

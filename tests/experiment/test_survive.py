@@ -26,7 +26,7 @@ from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.limited_log import OncePer
 from bray.rundir import RunDir, log_to
-from tests import trainer_for_tests as parts
+from tests import forked, trainer_for_tests as parts
 
 HERE = Path(__file__).parent
 TINY = ["num_envs=1", "rollout_length=4", "minibatches=1", "epochs=1", "save_figure=false"]
@@ -91,7 +91,7 @@ def test_an_environment_that_cannot_save_itself_is_saved_by_its_actions(tmp_path
 def start(*words):
     """A training in a process group of its own."""
     command = [sys.executable, "-m", "bray", "train", "--run", "PPO", *words, *TINY]
-    return subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
+    return forked.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
 
 
 def wait_for_rows(process, path, count):

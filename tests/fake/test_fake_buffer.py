@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from bray.remote.algo import algo_setup
 from bray.remote.buffer.handle import RemoteBuffer
 from bray.remote.model.handle import RemoteModel
 from bray.remote.trainer.handle import RemoteTrainer
+from tests import forked
 from tests.ray_for_tests import local_session  # noqa: F401
 from tests.trainer_for_tests import Regression, net
 
@@ -179,7 +179,7 @@ ppo: {kind: config, algorithm: PPO, env: CartPole-v1, settings: {epochs: 4, mini
 """)
     command = [sys.executable, "-m", "bray", "fake", "buffer", "--config", "game.yaml", "--seconds", "60"]
     env = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, env=env)
+    done = forked.run(command, cwd=tmp_path, timeout=120, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "b: filled with made-up samples, for t" in done.stdout
     assert "t           48" in done.stdout.replace(",", "")

@@ -21,6 +21,7 @@ from bray.client import Client
 from bray.rundir import RunDir
 from bray.service import PolicyService
 from bray.serving.config import ServedModelConfig
+from tests import forked
 
 DATA = Path(__file__).parents[1] / "files" / "runs-0.1"
 TRAINED = ("ppo-cartpole", "ppo-lstm", "dqn-cartpole", "sac-pendulum")
@@ -142,7 +143,7 @@ def test_a_replay_of_0_1_is_filled_anew_which_is_said_once(run, caplog):
 def test_bray_serve_answers_with_an_old_run(run):
     """One that was never exported."""
     words = bray_command("serve", str(run), "--port", "0")
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=ENV)
+    process = forked.Popen(words, stdout=subprocess.PIPE, text=True, env=ENV)
     try:
         port = next(int(m[1]) for line in process.stdout if (m := re.search(r"serving HTTP on \S+:(\d+)", line)))
         answers_as_before(run.name, play(port, run.name))

@@ -33,6 +33,7 @@ from bray.rundir import RunDir
 from bray.spec import EnvSpec, parse_space
 from bray.train import driver
 from bray.train.agent import TickBatcher
+from tests import forked
 from tests.rl.test_rl import slow_gae
 from tests.serving_for_tests import Wire
 
@@ -167,7 +168,7 @@ class Command:
 
     def __init__(self, folder, *words):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
-        self.process = subprocess.Popen(
+        self.process = forked.Popen(
             [sys.executable, "-m", "bray", *map(str, words)],
             cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip

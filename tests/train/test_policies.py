@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -23,6 +22,7 @@ from bray.figures import read_results
 from bray.rundir import RunDir
 from bray.train.driver import Driver
 from bray.train.source import Source
+from tests import forked
 from tests.data.test_experience import make_side
 
 QUIET = {"save_figure": False, "export_graph_after_s": None, "checkpoint_every_s": 0.0}
@@ -182,7 +182,7 @@ def test_after_kill_minus_nine_a_run_goes_on_exactly(tmp_path):
     told = {**QUIET, **SMALL, "checkpoint_freq": 1, "policies": policies}
     words = ["--env", "CartPole-v1", "--no-preset", "--config", json.dumps(told), "--quiet"]
     words += ["--project", str(tmp_path), "--trial", "r", "--stop", '{"time_total_s": 1000}']
-    process = subprocess.Popen([sys.executable, "-m", "bray", "train", *words], start_new_session=True)
+    process = forked.Popen([sys.executable, "-m", "bray", "train", *words], start_new_session=True)
     until = time.monotonic() + 120
     while len(RunDir(tmp_path / "r").steps()) < 4 and time.monotonic() < until:
         assert process.poll() is None
