@@ -19,17 +19,9 @@ import numpy as np
 
 from bray._version import __version__
 from bray.errors import CheckpointError, DataError, UnknownName
-from bray.rundir.files import (
-    DISK_FULL,
-    link_or_copy,
-    sync_dir,
-    to_json,
-    write_atomic,
-    write_error,
-    write_synced,
-)
+from bray.rundir.files import DISK_FULL, link_or_copy, sync_dir, to_json, write_atomic, write_error, write_synced
 from bray.rundir.log import logger
-from bray.rundir.reader import check_seal, most_bytes, read_dict, read_plain
+from bray.rundir.reader import changed, check_seal, most_bytes, read_dict, read_plain
 from bray.rundir.state import pack_state, unpack_state
 from bray.rundir.weights import pack_weights, unpack_weights
 
@@ -140,9 +132,7 @@ class Checkpoints:
         except CheckpointError:
             return
         if head.name == name and not head.steps and head.files[_WEIGHTS] != _checksum(data):
-            raise CheckpointError(
-                f"{self.weights_path(step, name)}: its content was changed after it was written (checksum)"
-            )
+            raise changed(self.weights_path(step, name))
 
     def versions(self, name: str = "default") -> list[int]:
         """Published versions of a model, oldest first."""
@@ -355,8 +345,7 @@ class Checkpoints:
 
     def _retain(self, step: int, keep: int, best: set[int]) -> None:
         """Delete all but `keep` checkpoints, oldest first; those newer than `step` belong to a future that was given
-        up.
-        A damaged one is left alone."""
+        up. A damaged one is left alone."""
         safe = {self.pointer("latest"), self.pointer("best"), *best}
         there = sorted(self.steps(), key=lambda s: (s <= step, s), reverse=True)
         heads: dict[int, _Head] = {}
@@ -413,11 +402,10 @@ class Checkpoints:
 
     def is_intact(self, step: int) -> bool:
         """Whether a checkpoint can be read; its files are verified."""
-        try:
+        with contextlib.suppress(CheckpointError):
             self._read(step)
-        except CheckpointError:
-            return False
-        return True
+            return True
+        return False
 
     def _head(self, step: int) -> _Head:
         """`meta.json`, checked."""
@@ -434,7 +422,7 @@ class Checkpoints:
                 f"{read.get('bray')}; this is Bray {__version__})."
             )
         if read.get("sha256") != _own_checksum(read):
-            raise CheckpointError(f"{path}: it was changed after it was written (checksum).")
+            raise changed(path)
         try:
             head = msgspec.convert(read, _Head)
         except msgspec.ValidationError as e:
@@ -480,7 +468,7 @@ class Checkpoints:
         if len(data) != want.bytes:
             raise CheckpointError(f"{path}: expected {want.bytes} bytes, got {len(data)}: truncated or foreign.")
         if _checksum(data) != want:
-            raise CheckpointError(f"{path}: its content was changed after it was written (checksum).")
+            raise changed(path)
         return data
 
 

@@ -127,6 +127,10 @@ def seal(data: bytes) -> bytes:
     return data.replace(BLANK.encode(), _MARK + hashlib.sha256(data).hexdigest().encode(), 1)
 
 
+def changed(where: Path | str) -> CheckpointError:
+    return CheckpointError(f"{where}: its content was changed after it was written (checksum)")
+
+
 def check_seal(data: bytes, where: str | Path) -> bool:
     """Whether a file carries a checksum (one of an older Bray, or of another tool, does not). CheckpointError when the
     content is another one."""
@@ -138,5 +142,5 @@ def check_seal(data: bytes, where: str | Path) -> bool:
     digest.update(b"0" * 64)
     digest.update(memoryview(data)[at + 64 :])
     if digest.hexdigest().encode() != said:
-        raise CheckpointError(f"{where}: its content was changed after it was written (checksum)")
+        raise changed(where)
     return True
