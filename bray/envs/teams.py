@@ -148,11 +148,14 @@ class Teams(MultiAgentEnv):
             members = set(team.members)
             self._living[name] = (self._living[name] - ends) | (self._acting & members)
             done = over or not self._living[name]
-            if done or self._asked(team):
-                joined[0][name] = team.observe(obs, self._acting)
-            joined[1][name] = sum(as_float(rewards[m]) for m in team.members if m in rewards)
             terminated = terminateds.get(ALL, False) if over else any(terminateds.get(m) for m in ends & members)
             joined[2][name], joined[3][name] = done and bool(terminated), done and not terminated
+            if done or self._asked(team):
+                acting = self._acting
+                if joined[3][name]:  # learners bootstrap from what members would have chosen from
+                    acting = {m for m in members & obs.keys() if not terminateds.get(m)}
+                joined[0][name] = team.observe(obs, acting)
+            joined[1][name] = sum(as_float(rewards[m]) for m in team.members if m in rewards)
             joined[4][name] = {
                 REWARDS: np.array([as_float(rewards.get(m, 0.0)) for m in team.members], np.float32),
                 ALIVE: np.array([m in acted for m in team.members], bool),

@@ -48,7 +48,7 @@ def by_hand(seed, actions, **options):
         )
         alive = [h in acting for h in HUNTERS["team"]]
         over = terminateds[ALL] or truncateds[ALL]
-        acting = [] if over else [h for h in obs if not terminateds.get(h)]
+        acting = [] if terminateds[ALL] else [h for h in obs if not terminateds.get(h)]
         paid = [rewards.get(h, 0.0) for h in HUNTERS["team"]]
         rows.append((*joined(obs, acting), paid, alive, over))
         if over:
