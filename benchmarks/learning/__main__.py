@@ -57,6 +57,10 @@ class Case:
 
 
 TWO_STEP = "bray.envs.agent_games:TwoStep"
+SPREAD = "pettingzoo:mpe2.simple_spread_v3"
+HALF_WAY = -53.8
+"""Of the team, from random play (-80.9) to a script that shares the landmarks out (-26.7): `spread_anchors`."""
+MANY = {"eval_episodes": 100}
 TASKS = "benchmarks.learning.tasks:"
 LSTM = {"use_lstm": True, "lstm_cell_size": 64, "fcnet_hiddens": [64]}
 CUE = {"num_envs": 16, "rollout_length": 128, "minibatches": 16}
@@ -125,6 +129,7 @@ CASES = {
     "sac-lunarlander": Case("SAC", "LunarLanderContinuous-v3", 200, 200_000, 10, seeds=3),
     "qmix-twostep": Case("QMIX", TWO_STEP, 8, 5_000, 1, must="end above"),
     "vdn-twostep": Case("VDN", TWO_STEP, 7, 5_000, 1, must="end above"),
+    "qmix-spread": Case("QMIX", SPREAD, HALF_WAY, 300_000, 10, 3, MANY, must="end above"),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
     "ppo-taxi": Case("PPO", "Taxi-v4", 7, 500_000, 12, seeds=3),
     "a2c-acrobot": Case("A2C", "Acrobot-v1", -120, 200_000, 10, 8, must="end above"),
