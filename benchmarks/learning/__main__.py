@@ -130,6 +130,7 @@ CASES = {
     "qmix-twostep": Case("QMIX", TWO_STEP, 8, 5_000, 1, must="end above"),
     "vdn-twostep": Case("VDN", TWO_STEP, 7, 5_000, 1, must="end above"),
     "qmix-spread": Case("QMIX", SPREAD, HALF_WAY, 300_000, 10, 3, MANY, must="end above"),
+    "maddpg-spread": Case("MADDPG", SPREAD, HALF_WAY, 100_000, 10, 3, MANY, must="end above"),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
     "ppo-taxi": Case("PPO", "Taxi-v4", 7, 500_000, 12, seeds=3),
     "a2c-acrobot": Case("A2C", "Acrobot-v1", -120, 200_000, 10, 8, must="end above"),

@@ -45,6 +45,7 @@ ALGORITHMS: dict[str, Any] = {
     "MAPPO": "bray.algos.mappo",
     "QMIX": "bray.algos.qmix",
     "VDN": "bray.algos.vdn",
+    "MADDPG": "bray.algos.maddpg",
 }
 _ELSEWHERE = {
     **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),

@@ -24,10 +24,10 @@ from bray.data.experience import Replay, Sequences
 from bray.errors import ConfigError
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import RunningNorm, update_normalizers
-from bray.nn.teams import MonotonicMixer, SharedAgent
+from bray.nn.teams import MonotonicMixer, SharedAgent, state_key, state_space
 from bray.optim import Optimizer
 from bray.rl import losses
-from bray.spec import GLOBAL_STATE, EnvSpec, Space
+from bray.spec import EnvSpec
 from bray.target import Target
 
 
@@ -89,12 +89,13 @@ class Config(TeamConfig):
     """Hidden units of the networks that make the mixer's weights of the state."""
 
 
-def check_team(spec: EnvSpec) -> None:
-    """Refuse what is no team of agents with Discrete actions."""
-    if not spec.team or spec.action.kind != "multi_discrete":
+def check_team(spec: EnvSpec, *more: str) -> None:
+    """Refuse what is no team of agents with Discrete actions, or with those of `more` kinds."""
+    if not spec.team or spec.action.kind not in ("multi_discrete", *more):
         what = f"one with {spec.action.kind} actions" if spec.team else "none"
+        kinds = " or ".join(("Discrete", *(kind.capitalize() for kind in more)))
         raise ConfigError(
-            f"this algorithm trains a team of agents with Discrete actions, and {spec.id} has {what}: join the agents "
+            f"this algorithm trains a team of agents with {kinds} actions, and {spec.id} has {what}: join the agents "
             "of a game with env.teams={team: [a, b, c]}"
         )
 
@@ -136,7 +137,7 @@ class Learner(base.Learner):
 
     def make_mixer(self) -> nn.Module:
         """Agents' values `[..., N]` and the state `[..., S]` -> the team's `[...]`."""
-        c, size = self.config, math.prod(self.state_space.shape)
+        c, size = self.config, math.prod(state_space(self.spec).shape)
         return MonotonicMixer(size, len(self.spec.team), c.mixer_width, c.hyper_width)
 
     def build(self) -> dict[str, Any]:
@@ -145,20 +146,15 @@ class Learner(base.Learner):
         self.optimizer = Optimizer(self.online.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm)
         self.target = Target(self.online, self.optimizer, c.tau or 1.0)
         parts: dict[str, Any] = {"optimizer": self.optimizer, "target": self.target}
-        self.norm = RunningNorm(self.state_space.shape).to(self.device) if self.normalizes else None
+        self.norm = RunningNorm(state_space(self.spec).shape).to(self.device) if self.normalizes else None
         if self.norm is not None:
             parts["norm"] = self.norm
         return parts | ({"mixer": self.online.mixer} if self.online.mixer.state_dict() else {})
 
     @property
-    def state_space(self) -> Space:
-        """Of what the mixer sees: the global state where the game declares one, else all observations."""
-        return self.spec.global_state or dict(self.spec.observation.items)["obs"]
-
-    @property
     def normalizes(self) -> bool:
         """Whether that is normalised, as the observations of the agents are."""
-        return bool(self.model_config.normalize_observations) and self.state_space.dtype.startswith("float")
+        return bool(self.model_config.normalize_observations) and state_space(self.spec).dtype.startswith("float")
 
     def start_with_model(self) -> None:
         self.target.copy()
@@ -177,7 +173,7 @@ class Learner(base.Learner):
         for module in (self.model, late.agents):  # both see the same scale
             update_normalizers(module, seen, alive)
         if self.norm is not None:
-            self.norm.update(seen[self.state_key], alive.any(-1))
+            self.norm.update(seen[state_key(self.spec)], alive.any(-1))
         self.optimizer.set_lr(self.lr(clock.env_steps))
         update: Update = self._step(to_torch(self.columns(batch), self.device))
         self.steps += 1
@@ -240,13 +236,9 @@ class Learner(base.Learner):
 
     def state(self, obs: dict[str, Tensor]) -> Tensor:
         """What the mixer sees, `[..., S]`."""
-        state, dims = obs[self.state_key], len(self.state_space.shape)
+        state, dims = obs[state_key(self.spec)], len(state_space(self.spec).shape)
         state = state.float() if self.norm is None else self.norm(state)
         return state.flatten(state.ndim - dims) if dims else state.unsqueeze(-1)
-
-    @property
-    def state_key(self) -> str:
-        return "obs" if self.spec.global_state is None else GLOBAL_STATE
 
     def _unroll(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """Action values of the rows that are learnt and of the one behind them, `[L + 1, B, N, A]`."""

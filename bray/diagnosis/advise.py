@@ -79,6 +79,7 @@ SUITED = {
     "TD3": "two critics, the smaller counts: steadier than DDPG",
     "QMIX": "for teams: what agents are worth together",
     "VDN": "for teams: the sum of what agents are worth",
+    "MADDPG": "for teams: a critic of the whole game for each agent",
 }
 """What each of our algorithms is for, where nothing was measured."""
 

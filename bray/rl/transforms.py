@@ -1,4 +1,5 @@
-"""Invertible maps of values, maps of IQN's fractions, and noise. torch tensors or numpy arrays, of any shape."""
+"""Invertible maps of values, maps of IQN's fractions, noise, and choices as vectors. torch tensors or, where nothing
+else is said, numpy arrays, of any shape."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 Array = Any
 """numpy array or torch tensor."""
@@ -45,6 +47,19 @@ def ornstein_uhlenbeck(
     dt + sigma sqrt(dt) n, for standard normal `noise` n of the shape of x. In the long run its standard deviation is
     about sigma / sqrt(2 theta)."""
     return x + theta * dt * (mu - x) + sigma * dt**0.5 * noise
+
+
+def gumbel_softmax(logits: Tensor, noise: Tensor, temperature: float = 1.0) -> Tensor:
+    """A draw from softmax(logits) as a one-hot vector `[..., N]`, with the gradient of softmax((logits + noise) /
+    temperature): straight through (Jang et al. 2017). `noise`: Gumbel numbers. Choices with a logit far below the
+    others are never drawn."""
+    soft = ((logits + noise) / temperature).softmax(-1)
+    return one_hot(soft.argmax(-1), soft.shape[-1]) - soft.detach() + soft
+
+
+def one_hot(action: Tensor, n: int) -> Tensor:
+    """Choices `[...]` as floats `[..., n]`. PyTorch's own looks at the values, so that it cannot be recorded."""
+    return torch.zeros(*action.shape, n, device=action.device).scatter_(-1, action.long().unsqueeze(-1), 1.0)
 
 
 def distort(tau: Array, risk: str, eta: float = 0.71) -> Array:

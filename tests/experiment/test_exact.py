@@ -42,12 +42,15 @@ CASES = {
     "sac-subprocess": ("SAC", "Pendulum-v1", {**OFF, "num_envs": 2, "vector": "subprocess", "fcnet_hiddens": [16]}, 4),
 }
 
-HUNT = {"teams": {"team": ["hunter_0", "hunter_1", "hunter_2"]}, "num_envs": 2, "target_period": 10}
-GRU = {"use_lstm": True, "recurrent": "gru", "lstm_cell_size": 8, "sequence_length": 4, "burn_in": 2}
+HUNT = {"teams": {"team": ["hunter_0", "hunter_1", "hunter_2"]}, "num_envs": 2}
+Q_TEAM = {**HUNT, "target_period": 10}
+MEMORY = {"use_lstm": True, "recurrent": "gru", "lstm_cell_size": 8}
+GRU = {**MEMORY, "sequence_length": 4, "burn_in": 2}
 CASES |= {
-    "qmix": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 2),
-    "qmix-memory": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, **GRU, "vector": "subprocess"}, 2),
-    "vdn": ("VDN", "bray.envs.agent_games:Hunt", {**OFF, **HUNT}, 2),
+    "qmix": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **Q_TEAM, "normalize_observations": True}, 2),
+    "qmix-memory": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **Q_TEAM, **GRU, "vector": "subprocess"}, 2),
+    "vdn": ("VDN", "bray.envs.agent_games:Hunt", {**OFF, **Q_TEAM}, 2),
+    "maddpg": ("MADDPG", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 2),
 }
 
 
@@ -88,7 +91,10 @@ def assert_same(a, b):
     }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c == "apex" else ()) for c in CASES])
+SLOW = ("apex", "atoc")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, case):
     total = CASES[case][3]
     run(tmp_path / "whole", case, total)
