@@ -46,6 +46,7 @@ ALGORITHMS: dict[str, Any] = {
     "QMIX": "bray.algos.qmix",
     "VDN": "bray.algos.vdn",
     "MADDPG": "bray.algos.maddpg",
+    "COMA": "bray.algos.coma",
 }
 _ELSEWHERE = {
     **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),

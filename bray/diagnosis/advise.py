@@ -80,6 +80,7 @@ SUITED = {
     "QMIX": "for teams: what agents are worth together",
     "VDN": "for teams: the sum of what agents are worth",
     "MADDPG": "for teams: a critic of the whole game for each agent",
+    "COMA": "for teams: what each choice is worth beside the others",
 }
 """What each of our algorithms is for, where nothing was measured."""
 

@@ -14,8 +14,9 @@ from bray import tree
 from bray.nn.catalog import make_model
 from bray.nn.config import ModelConfig
 from bray.nn.encoders import Features
-from bray.nn.layers import Towers
+from bray.nn.layers import MLP, Towers, linear
 from bray.rl.mixing import monotonic_mix
+from bray.rl.transforms import one_hot
 from bray.spec import GLOBAL_STATE, EnvSpec, Space
 
 
@@ -134,6 +135,33 @@ class TeamCritics(nn.Module):
         if action.ndim == 3:
             state = state.expand(self.agents, *state.shape)
         return self.towers(torch.cat([state, action], -1)).squeeze(2)
+
+
+class CounterfactualCritic(nn.Module):
+    """Of each agent the values of all its choices where the others do what they did: (obs, actions `[B, N]`) ->
+    `[B, N, A]` (Foerster et al. 2018). One network for all agents; what an agent did itself is no part of its input."""
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig):
+        super().__init__()
+        self.agents, self.choices = len(spec.team), spec.action.n[0]
+        self.state = StateFeatures(spec, config)
+        plain = replace(config, entities=None, custom_preprocessor=None)
+        self.own = Features(member_spec(spec, ids=False).observation, plain)
+        size = self.state.out_features + self.own.out_features + self.agents * (self.choices + 1)
+        self.body = MLP(size, config.fcnet_hiddens, config.fcnet_activation, config.layer_norm, config.init)
+        self.head = linear(self.body.out_features, self.choices, 1.0, config.init)
+
+    def inputs(self, obs: Any, action: Tensor) -> Tensor:
+        """`[B, N, F]`: the state of the game, what the agent observes, what the others did, its number."""
+        state, games = self.state(obs), len(action)
+        own = self.own({"obs": obs["obs"].flatten(0, 1)}).unflatten(0, (-1, self.agents))
+        numbers = torch.eye(self.agents, device=own.device)
+        others = one_hot(action, self.choices).unsqueeze(1) * (1.0 - numbers).unsqueeze(-1)  # [B, agent, other, A]
+        state, numbers = (x.expand(games, self.agents, -1) for x in (state.unsqueeze(1), numbers))
+        return torch.cat([state, own, others.flatten(2), numbers], -1)
+
+    def forward(self, obs: Any, action: Tensor) -> Tensor:
+        return self.head(self.body(self.inputs(obs, action)))
 
 
 class StateFeatures(nn.Module):

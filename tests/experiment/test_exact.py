@@ -51,6 +51,8 @@ CASES |= {
     "qmix-memory": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **Q_TEAM, **GRU, "vector": "subprocess"}, 2),
     "vdn": ("VDN", "bray.envs.agent_games:Hunt", {**OFF, **Q_TEAM}, 2),
     "maddpg": ("MADDPG", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 2),
+    "coma": ("COMA", "bray.envs.agent_games:Hunt", {**ON, **HUNT, "normalize_observations": True}, 6),
+    "coma-memory": ("COMA", "bray.envs.agent_games:Hunt", {**ON, **HUNT, **MEMORY}, 6),
 }
 
 
