@@ -134,6 +134,7 @@ CASES = {
     "qmix-spread": Case("QMIX", SPREAD, HALF_WAY, 300_000, 10, 3, MANY, must="end above"),
     "maddpg-spread": Case("MADDPG", SPREAD, HALF_WAY, 100_000, 10, 3, MANY, must="end above"),
     "coma-spread": Case("COMA", SPREAD, ABOVE_RANDOM, 200_000, 10, 3, MANY, must="end above"),
+    "atoc-spread": Case("ATOC", SPREAD, ABOVE_RANDOM, 100_000, 10, 3, MANY, must="end above"),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
     "ppo-taxi": Case("PPO", "Taxi-v4", 7, 500_000, 12, seeds=3),
     "a2c-acrobot": Case("A2C", "Acrobot-v1", -120, 200_000, 10, 8, must="end above"),

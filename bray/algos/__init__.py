@@ -47,6 +47,7 @@ ALGORITHMS: dict[str, Any] = {
     "VDN": "bray.algos.vdn",
     "MADDPG": "bray.algos.maddpg",
     "COMA": "bray.algos.coma",
+    "ATOC": "bray.algos.atoc",
 }
 _ELSEWHERE = {
     **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),

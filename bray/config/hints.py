@@ -167,7 +167,6 @@ ELSEWHERE: dict[str, str] = {
     "--run drqn": "--run R2D2, which is DQN with a memory",
     "--run recurrentppo": "--run PPO use_lstm=true",
     "--run a3c": "--run A2C, which waits for its workers, or --run IMPALA, which does not",
-    **{f"--run {name}": f"not here: {_TEAMS}" for name in ("coma", "atoc", "maddpg")},
     "--num-samples": "--seed 0 --seed 1 ...: one run for each",
     "--local-dir": "--project DIR",
     "--experiment-name": "--trial NAME",

@@ -81,6 +81,7 @@ SUITED = {
     "VDN": "for teams: the sum of what agents are worth",
     "MADDPG": "for teams: a critic of the whole game for each agent",
     "COMA": "for teams: what each choice is worth beside the others",
+    "ATOC": "for teams: agents that talk when it helps",
 }
 """What each of our algorithms is for, where nothing was measured."""
 

@@ -380,8 +380,6 @@ def test_an_algorithm_is_known_as_other_libraries_write_it(given, ours):
 def test_a_name_that_is_ours_with_an_option_is_answered_with_it():
     with pytest.raises(UnknownName, match=r"In Bray it is --run DQN dueling=true\."):
         get_algo("Dueling_DQN")
-    with pytest.raises(UnknownName, match="It is not here, because agents of one game train as a team, by QMIX"):
-        get_algo("MADDPG")
 
 
 # --- small problems ---------------------------------------------------------------------------------------------------

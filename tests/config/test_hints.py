@@ -97,11 +97,12 @@ def test_every_word_of_the_ancestors_is_answered(tmp_path):
         "general_cfg.mode": "bray eval RUN_DIR",
         "rollout checkpoint-1 --run DQN --env CartPole-v0 --steps 10000": "bray eval RUN_DIR",
         "policy.use_cuda": "device=cuda",
-        "--run COMA": "env.teams={team: [a, b]}",
         "multiagent": "policies={first: PPO, second: DQN}",
     }.items():
         assert meaning in said[word].text
-    assert {said[f"--run {name}"].kind for name in ("RainbowDQN", "DQN_new", "R2D2", "QMIX", "Q-Mix")} == {"works"}
+    assert {said[f"--run {name}"].kind for name in ("RainbowDQN", "DQN_new", "R2D2", "QMIX", "Q-Mix", "COMA")} == {
+        "works"
+    }
 
 
 def test_a_flag_that_is_a_key_is_answered_with_the_key_and_another_is_not(capsys):

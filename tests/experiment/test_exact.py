@@ -53,6 +53,7 @@ CASES |= {
     "maddpg": ("MADDPG", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 2),
     "coma": ("COMA", "bray.envs.agent_games:Hunt", {**ON, **HUNT, "normalize_observations": True}, 6),
     "coma-memory": ("COMA", "bray.envs.agent_games:Hunt", {**ON, **HUNT, **MEMORY}, 6),
+    "atoc": ("ATOC", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 4),
 }
 
 
