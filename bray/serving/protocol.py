@@ -63,6 +63,17 @@ def no_session(session: bytes) -> Refusal:
     )
 
 
+def bad_name(session: bytes) -> Refusal | None:
+    """Why no session can have this name."""
+    if not session:
+        return malformed("a start needs a session: any name that is unique among the running games")
+    try:
+        session.decode()
+    except UnicodeDecodeError:
+        return malformed(f"expected a session name in UTF-8, got {show(session)}")
+    return None
+
+
 def show(name: bytes) -> str:
     """A name from the network, fit for a message or a log line."""
     text = name[:64].decode("utf-8", "backslashreplace")

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import takewhile
 from time import perf_counter
 from types import CoroutineType
 from typing import Any
@@ -25,63 +26,16 @@ from bray.limited_log import LimitedLog
 from bray.serving.access import BAD_SECRET, Access
 from bray.serving.actor import FAILURES, Actor
 from bray.serving.config import ServiceConfig
-from bray.serving.protocol import AUTO, END, KIND_NAMES, START, TICK, Refusal, malformed, no_session, show
-from bray.serving.request import Gateway, Request
+from bray.serving.protocol import AUTO, END, KIND_NAMES, START, TICK, Refusal, bad_name, no_session, show
+from bray.serving.request import Gateway, Request, Session, end_of
 
 logger = logging.getLogger("bray.serving")
 
 LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency histogram, in seconds; one more bucket holds the rest."""
 _LOGGED_PER_MINUTE = 20  # tracebacks; an Actor that fails at every tick must not fill the disk
-_DEFAULT_REPLIES = {
-    START: b"Game Started",
-    END: b"Game Stopped",
-}  # clients of older services wait for ever for an empty reply over TCP
-
-
-_ends: dict[type, str] = {}
-
-
-def _end_of(cls: type) -> str:
-    """`end`, or `stop` where a class has that in its place; of both, what the class itself says before what it
-    inherits."""
-    if cls not in _ends:
-        own = (name for c in cls.__mro__ if c is not Actor for name in ("end", "stop") if name in vars(c))
-        _ends[cls] = next(own, "end")
-    return _ends[cls]
-
-
-class Session:
-    __slots__ = (
-        "actor",
-        "address",
-        "cancelled_at",
-        "finish",
-        "keyed",
-        "last",
-        "name",
-        "request",
-        "secret",
-        "start",
-        "task",
-        "tick",
-        "waiting",
-    )
-
-    def __init__(self, name: bytes, actor: Any):
-        self.name, self.actor = name, actor
-        self.start, self.tick = actor.start, actor.tick
-        self.finish = getattr(actor, _end_of(type(actor)))
-        self.request: Request | None = None  # the one that is being answered
-        self.task: asyncio.Future[Any] | None = None
-        self.waiting: deque[Request] | None = (
-            None  # made when it is needed: an empty one is more than the rest of a session
-        )
-        self.last = 0.0
-        self.keyed = False
-        self.address = ""  # whose slot it takes
-        self.secret: bytes | None = None  # what its requests must carry
-        self.cancelled_at: float | None = None
+_DEFAULT_REPLIES = {START: b"Game Started", END: b"Game Stopped"}
+"""Clients of older services wait for ever for an empty reply over TCP."""
 
 
 class Sessions:
@@ -91,7 +45,7 @@ class Sessions:
         self.make_actor, self.config = make_actor, config
         self.access = Access(config)
         self.loop = asyncio.get_running_loop()
-        self.gateway: Gateway | None = None
+        self.gateway = Gateway()
         self.sessions: dict[bytes, Session] = {}
         self.running: dict[Request, Session] = {}  # every request that was accepted and not answered, oldest first
         self.pool: list[Any] = []
@@ -123,13 +77,13 @@ class Sessions:
         kind = request.kind
         session = self.sessions.get(request.session)
         if kind == AUTO:
-            self._begin_auto(request)
+            self._begin(request)
         elif session is None:
             if kind == START:
                 self._begin(request)
-            elif self.gateway is None or not self.gateway.forward(request):
+            elif not self.gateway.forward(request):
                 self.refuse(request, no_session(request.session))
-        elif kind == START and not self._ending(session):
+        elif kind == START and not session.ending:
             self.exists(request)
         elif session.secret is not None and kind != START and not self.access.knows(session.secret, request):
             self.refuse(request, BAD_SECRET)
@@ -144,9 +98,8 @@ class Sessions:
             session.waiting = deque()
         n = len(session.waiting)
         if n >= self.config.max_pending_per_session:
-            self.refuse(
-                request, Refusal(503, "overloaded", f"{n} requests of session {show(session.name)} wait for their turn")
-            )
+            busy = f"{n} requests of session {show(session.name)} wait for their turn"
+            self.refuse(request, Refusal(503, "overloaded", busy))
         else:
             self.running[request] = session
             session.waiting.append(request)
@@ -161,34 +114,21 @@ class Sessions:
         return Refusal(503, "overloaded", f"{len(self.running)} requests are being answered: try again later")
 
     def exists(self, request: Request) -> None:
-        self.refuse(
-            request, Refusal(409, "session_exists", f"session {show(request.session)} is running: end it first")
-        )
-
-    @staticmethod
-    def _ending(session: Session) -> bool:
-        """Whether an end is under way, so that a start behind it is in order."""
-        now = session.request
-        return (now is not None and now.kind == END) or any(r.kind == END for r in session.waiting or ())
+        why = f"session {show(request.session)} is running: end it first"
+        self.refuse(request, Refusal(409, "session_exists", why))
 
     def _begin(self, request: Request) -> None:
-        refusal = self._cannot_begin(request)
+        """A session, or a stateless request."""
+        refusal = bad_name(request.session) if request.kind == START else None
+        if self.draining:
+            refusal = Refusal(503, "draining", "this service is shutting down and takes no new sessions")
         if refusal is not None:
             self.refuse(request, refusal)
-        elif self.gateway is None or self.gateway.place(request):
+        elif request.kind == AUTO:
+            if self.free > 0 or not self.gateway.spill(request):
+                self.auto_here(request)
+        elif self.gateway.place(request):
             self.begin_here(request)
-
-    def _cannot_begin(self, request: Request) -> Refusal | None:
-        if self.draining:
-            return Refusal(503, "draining", "this service is shutting down and takes no new sessions")
-        if request.kind == START:
-            if not request.session:
-                return malformed("a start needs a session: any name that is unique among the running games")
-            try:
-                request.session.decode()
-            except UnicodeDecodeError:
-                return malformed(f"expected a session name in UTF-8, got {show(request.session)}")
-        return None
 
     def begin_here(self, request: Request) -> None:
         """Start a session in this worker; its place in the table of all workers is taken already."""
@@ -200,7 +140,7 @@ class Sessions:
             self.started += 1
             self.running[request] = session
             self._run(session, request)
-        elif self.gateway is not None:
+        else:
             self.gateway.release(request.session)
 
     @property
@@ -208,12 +148,12 @@ class Sessions:
         return self.config.actors_per_worker - len(self.sessions) - self.lent
 
     def _new_session(self, request: Request) -> Session | None:
-        if self.free <= 0:
-            slots = self.config.actors_per_worker * self.config.workers
-            self.refuse(request, Refusal(429, "no_free_slot", f"all {slots} slots of this service are taken"))
-            return None
         address = getattr(request, "address", "")
-        refusal = self.access.slot_refusal(address)
+        if self.free > 0:
+            refusal = self.access.slot_refusal(address)
+        else:
+            slots = self.config.actors_per_worker * self.config.workers
+            refusal = Refusal(429, "no_free_slot", f"all {slots} slots of this service are taken")
         if refusal is not None:
             self.refuse(request, refusal)
             return None
@@ -228,9 +168,8 @@ class Sessions:
         except FAILURES as e:
             self.access.free_slot(address)
             self._log_error("making an Actor failed", request, e)
-            self.refuse(
-                request, Refusal(500, "actor_error", "the Actor could not be made; the service's log has the reason")
-            )
+            why = "the Actor could not be made; the service's log has the reason"
+            self.refuse(request, Refusal(500, "actor_error", why))
             return None
         finally:
             self._calling = None
@@ -295,24 +234,11 @@ class Sessions:
             self._finish(session, request, 200, _DEFAULT_REPLIES[request.kind])
             return
         try:
-            body = self._as_bytes(session, KIND_NAMES[request.kind], reply)
+            body = session.as_bytes(self._warned, KIND_NAMES[request.kind], reply)
         except TypeError as e:
             self._failed(session, request, e)
         else:
             self._finish(session, request, 200, body)
-
-    def _as_bytes(self, session: Session, method: str, reply: Any) -> bytes:
-        """What an Actor returned, as bytes. Text is taken as UTF-8, with a warning once per class and method."""
-        if isinstance(reply, (bytes, bytearray, memoryview)):
-            return bytes(reply)
-        if isinstance(reply, str):
-            cls = type(session.actor)
-            if (cls, method) not in self._warned:
-                self._warned.add((cls, method))
-                what = "%s.%s returns text, which is sent as UTF-8: return bytes (text.encode())"
-                logger.warning(what, cls.__name__, method)
-            return reply.encode()
-        raise TypeError(f"expected {method} to return bytes, got {type(reply).__name__}")
 
     def _failed(self, session: Session, request: Request, error: BaseException) -> None:
         refusal = self._refusal(session, request, error)
@@ -361,8 +287,7 @@ class Sessions:
             return
         del self.sessions[session.name]
         self.access.free_slot(session.address)
-        if self.gateway is not None:
-            self.gateway.release(session.name)
+        self.gateway.release(session.name)
         if reuse:
             self.pool.append(session.actor)
         # Now and not a little later: what arrives in between must not come before them.
@@ -372,13 +297,6 @@ class Sessions:
                 self.handle(request)
 
     # --- stateless requests -------------------------------------------------------------------------------------------
-
-    def _begin_auto(self, request: Request) -> None:
-        refusal = self._cannot_begin(request)
-        if refusal is not None:
-            self.refuse(request, refusal)
-        elif self.free > 0 or self.gateway is None or not self.gateway.spill(request):
-            self.auto_here(request)
 
     def auto_here(self, request: Request) -> None:
         session = self._new_session(request)
@@ -398,9 +316,9 @@ class Sessions:
             if getattr(kind, "start", None) is not Actor.start:
                 await _value(session.start(request.session.decode("utf-8", "replace"), b""))
             answer = await _value(session.tick(request.body))
-            if _end_of(kind) == "end" and getattr(kind, "end", None) is not Actor.end:
+            if end_of(kind) == "end" and getattr(kind, "end", None) is not Actor.end:
                 await _value(session.finish(b""))
-            status, body, reuse = 200, self._as_bytes(session, "tick", answer), True
+            status, body, reuse = 200, session.as_bytes(self._warned, "tick", answer), True
         except (*FAILURES, asyncio.CancelledError) as e:
             if request in self.running:  # else its deadline passed, and it has been answered
                 refusal = self._refusal(session, request, e)
@@ -417,8 +335,7 @@ class Sessions:
 
     def _lend(self, actors: int) -> None:
         self.lent += actors
-        if self.gateway is not None:
-            self.gateway.lent(self.lent)
+        self.gateway.lent(self.lent)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -431,12 +348,8 @@ class Sessions:
 
     def _end_late_ticks(self) -> None:
         now = perf_counter()
-        late = []
-        for request, session in self.running.items():
-            if now - request.arrived < self.config.tick_timeout_s:
-                break
-            late.append((request, session))
-        for request, session in late:
+        until = now - self.config.tick_timeout_s
+        for request, session in list(takewhile(lambda running: running[0].arrived <= until, self.running.items())):
             self._end_late(request, session, now)
         for session in [s for s in self._stuck if now - (s.cancelled_at or now) > self.config.tick_timeout_s]:
             kind = type(session.actor).__name__
@@ -470,7 +383,7 @@ class Sessions:
         if fallback is not None and request.kind in (TICK, AUTO):
             self._calling = session
             try:
-                return 200, self._as_bytes(session, "fallback", fallback(request.body))
+                return 200, session.as_bytes(self._warned, "fallback", fallback(request.body))
             except FAILURES as e:
                 self._log_error(f"{type(session.actor).__name__}.fallback failed", request, e)
             finally:
@@ -490,8 +403,7 @@ class Sessions:
         one in time."""
         session, wait = self.sessions.get(name), self.config.disconnect_timeout_s
         if session is None:
-            if self.gateway is not None:
-                self.gateway.disconnected(name)
+            self.gateway.disconnected(name)
         elif session.request is not None:  # it counts from its last answer
             self.loop.call_later(0.1, self.disconnected, name)
         elif wait is not None:
@@ -515,8 +427,8 @@ class Sessions:
             await _value(session.actor.lost())
         except FAILURES as e:
             kind = type(session.actor).__name__
-            cause = ("lost", kind, type(e))
-            self._limited.error(cause, "session %s: %s.lost failed", show(session.name), kind, exc_info=True)
+            what = "session %s: %s.lost failed"
+            self._limited.error(("lost", kind, type(e)), what, show(session.name), kind, exc_info=True)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -524,14 +436,14 @@ class Sessions:
         """Refuse new sessions until every session has ended or the time is over; then refuse everything, and return
         when what was accepted is answered."""
         self.draining = True
-        gateway = self.gateway
-        until = self.loop.time() + timeout
         # sessions of other workers too: their clients' connections may end here
-        while (self.sessions or (gateway is not None and gateway.running())) and self.loop.time() < until:
-            await asyncio.sleep(0.02)
+        await self._wait_while(lambda: bool(self.sessions) or self.gateway.running() > 0, timeout)
         self._limit = 0
-        until = self.loop.time() + self.config.tick_timeout_s
-        while (self.running or (gateway is not None and not gateway.idle())) and self.loop.time() < until:
+        await self._wait_while(lambda: bool(self.running) or not self.gateway.idle(), self.config.tick_timeout_s)
+
+    async def _wait_while(self, busy: Callable[[], bool], timeout: float) -> None:
+        until = self.loop.time() + timeout
+        while busy() and self.loop.time() < until:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
@@ -556,13 +468,11 @@ class Sessions:
         """The Actor (and session) that the event loop is busy with, None where there is none: asked from another
         thread."""
         task = asyncio.current_task(self.loop)
-        running = [s for s in list(self.running.values()) if task is not None and s.task is task]
-        caller = running[0] if running else self._calling
+        running = (s for s in list(self.running.values()) if task is not None and s.task is task)
+        caller = next(running, self._calling)
         if isinstance(caller, Session):
             return f"{type(caller.actor).__name__} (session {show(caller.name)})"
-        if caller is not None:
-            return f"the making of an Actor (session {show(caller.session)})"
-        return None
+        return None if caller is None else f"the making of an Actor (session {show(caller.session)})"
 
     # --- the log ------------------------------------------------------------------------------------------------------
 

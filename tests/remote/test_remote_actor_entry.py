@@ -23,6 +23,7 @@ from bray.serving import gateway as gateway_module, link as link_module
 from bray.serving.config import ServiceConfig
 from bray.serving.gateway import BehindHead, HeadGateway
 from bray.serving.link import Listener, connect
+from bray.serving.request import Gateway
 from bray.serving.server import Server
 from bray.serving.table import Table
 from bray.serving.workers import serve
@@ -100,7 +101,7 @@ class Cluster:
         server, gateway = self.workers.pop(name), self.gateways.pop(name)
         gateway.link.abort()
         await asyncio.sleep(0)
-        server.sessions.gateway = None
+        server.sessions.gateway = Gateway()
         await server.close()
 
     async def kill_entry(self):
