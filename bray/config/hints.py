@@ -5,7 +5,7 @@ from __future__ import annotations
 
 _EPSILON = "epsilon={kind: exp, start: 0.95, end: 0.01, decay: 500} (or kind: linear with steps)"
 _ONE_RUN = "one command is one run, and nothing compares runs while they train"
-_POLICIES = "policies={first: PPO, second: DQN}, each in its own environments; env.teams joins the agents of one game"
+_POLICIES = "policies={first: PPO, second: DQN} with policy_mapping={agent: first, ...} in games of several agents"
 _TEAMS = "agents of one game train as a team, by QMIX, VDN or any algorithm for its actions: env.teams={team: [a, b]}"
 _SOCKETS = "processes find each other by themselves, and nothing is exchanged in files"
 _ITSELF = "`bray train --num-workers N` and `bray launch` start the processes of a run themselves"

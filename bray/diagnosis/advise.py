@@ -79,6 +79,7 @@ SUITED = {
     "TD3": "two critics, the smaller counts: steadier than DDPG",
     "QMIX": "for teams: what agents are worth together",
     "VDN": "for teams: the sum of what agents are worth",
+    "MAPPO": "PPO for the agents of a game, with a critic of the whole game",
     "MADDPG": "for teams: a critic of the whole game for each agent",
     "COMA": "for teams: what each choice is worth beside the others",
     "ATOC": "for teams: agents that talk when it helps",

@@ -169,6 +169,12 @@ def env_spec(config: EnvConfig, seating: Seating | None = None) -> EnvSpec:
     return built_spec(Builder.of(config, seating=seating))
 
 
+def agent_spec(config: EnvConfig) -> EnvSpec:
+    """What one agent sees and does: where several play, all are alike, and each has a session or a file of its own."""
+    spec = env_spec(config)
+    return next(iter(spec.sides.values())).spec if spec.sides else spec
+
+
 def of_tensors(source: EnvOrigin) -> bool:
     """Whether an environment is one of tensors alone (`tensor_game.Game`): it says so by itself, without torch."""
     return isinstance(source.creator, type) and getattr(source.creator, "plays_tensors", False)

@@ -28,7 +28,7 @@ from bray.capture import Record
 from bray.cluster.session import current
 from bray.config import ConfigSource, Resolved
 from bray.data.experience import Replay, Sequences
-from bray.envs.build import env_spec
+from bray.envs.build import agent_spec
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError, UnknownName
 from bray.inference.torch_engine import is_recurrent
@@ -90,7 +90,7 @@ def _make(section: Mapping[str, Any], name: str, use_preset: bool) -> AlgoSetup:
         launched=True,
     )
     config = made.config
-    setup = AlgoSetup(made.algo, config["algo"], env_spec(config["env"]), config["model"], config["env"], config)
+    setup = AlgoSetup(made.algo, config["algo"], agent_spec(config["env"]), config["model"], config["env"], config)
     if setup.model_config.use_lstm:
         refuse_memory(setup, name)
     return setup

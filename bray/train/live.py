@@ -29,7 +29,7 @@ from bray.data.experience import Counts, Experience
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.diagnosis.divergence import not_finite
-from bray.envs.build import env_spec
+from bray.envs.build import agent_spec
 from bray.envs.config import EnvConfig
 from bray.envs.rewards import RewardTransform
 from bray.envs.spaces import usable
@@ -77,7 +77,7 @@ def live_spec(live: LiveConfig, env: EnvConfig) -> EnvSpec:
             f"{sum(given)} of the three"
         )
     if given[2]:
-        return env_spec(env)
+        return agent_spec(env)
     obs, actions = live.obs, live.actions
     if live.spec is not None:
         try:

@@ -12,7 +12,7 @@ from bray.data.experience import Dataset, Experience, Replay, Sequences
 from bray.data.files import EpisodeReader
 from bray.data.generation import Generation
 from bray.data.rollouts import Rollouts
-from bray.envs.build import env_spec
+from bray.envs.build import agent_spec
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
@@ -99,7 +99,7 @@ def file_spec(file: Path, env: EnvConfig) -> EnvSpec:
     """The spaces: an environment's where one is named, else those of spec.json beside the files or one directory
     above."""
     if env.id != ID:
-        return env_spec(env)
+        return agent_spec(env)
     for folder in (file.parent, file.parent.parent):
         if (folder / "spec.json").exists():
             return EnvSpec.from_json(read_json(folder / "spec.json"))

@@ -21,12 +21,13 @@ CONTINUOUS = ("SAC", "CrossQ", "DDPG", "TD3")
 SPREAD = "pettingzoo:mpe2.simple_spread_v3"
 TEAMS = dict.fromkeys(("QMIX", "VDN"), "bray.envs.agent_games:TwoStep")
 TEAMS |= dict.fromkeys(("MADDPG", "COMA", "ATOC"), SPREAD)
+GAMES = {"MAPPO": SPREAD}
 MEMBERS = {SPREAD: ["agent_0", "agent_1", "agent_2"], "bray.envs.agent_games:TwoStep": ["a", "b"]}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_is_launched_with_the_settings_of_bray_train(name):
-    env = "Pendulum-v1" if name in CONTINUOUS else TEAMS.get(name, "CartPole-v1")
+    env = "Pendulum-v1" if name in CONTINUOUS else TEAMS.get(name, GAMES.get(name, "CartPole-v1"))
     if env == SPREAD:
         pytest.importorskip("mpe2")
     told = {"id": env, **({"teams": {"team": MEMBERS[env]}} if name in TEAMS else {})}

@@ -16,7 +16,7 @@ import cleanrl_style  # isort: skip
 
 ELSEWHERE = {"IMPALA", "APPO", "Ape-X"}
 """Beside RLlib and others, with workers: benchmarks/scale."""
-ALONE = {"QMIX", "VDN", "MADDPG", "COMA", "ATOC"}
+ALONE = {"QMIX", "VDN", "MADDPG", "COMA", "ATOC", "MAPPO"}
 """Teams: not measured beside a peer yet."""
 DQN = {
     "fcnet_hiddens": cases.DQN_HIDDEN,
