@@ -132,10 +132,10 @@ def saved_policies(
             f"{directory.path} is one policy of a run: resume the run, or start one of this policy's own with its "
             f"weights (--init-from {directory.path})"
         )
-    if any(keys_of(source) & {"policies", "policies_to_train", "policy_mapping"} for source in sources):
+    if any(keys_of(source) & {"policies", "policies_to_train"} for source in sources):
         raise ConfigError(
-            "a run keeps its policies, whom they decide for and which of them learn: leave out policies, "
-            "policy_mapping and policies_to_train. A new run can start with their weights (init_from of each)"
+            "a run keeps its policies, and which of them learn, when it is resumed: leave out policies and "
+            "policies_to_train. A new run can start with their weights (init_from of each)"
         )
     found: dict[str, tuple[Sequence[ConfigSource], Check]] = {}
     run = saved.values.get("run") or {}

@@ -477,7 +477,8 @@ class TableSource(Source):
         for name, seat in self.seats.items():
             turn, self._agent[name] = self._turn(name, obs, np.zeros(self.env.num_envs, bool))
             seat.clear()
-            seat.obs, seat.acts = turn.obs, turn.acts
+            over = np.repeat(self.env.dead, seat.env.seats)  # type: ignore[attr-defined]
+            seat.obs, seat.acts = turn.obs, turn.acts & ~over
 
     def _turn(self, name: str, obs: Any, stale: np.ndarray) -> tuple[Turn, np.ndarray]:
         side, n = obs[name], self.seats[name].env.seats  # type: ignore[attr-defined]

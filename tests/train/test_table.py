@@ -306,6 +306,22 @@ def test_a_source_goes_on_exactly(case):
                 assert (whole.env_steps, whole.agent_steps) == (again.env_steps, again.agent_steps)
 
 
+def test_games_that_cannot_go_on_begin_with_rows_of_their_own():
+    """A game that was cut shows who would have decided next: nobody does."""
+    options = {"config": ppo(4), "max_episode_steps": 1, "env_config": {"even": True}}
+    with closing(training(**options).sources[0]) as source:
+        source.step()
+        assert source.env.dead.all()
+        state = source.get_state()
+    state["json"]["exact"] = False
+    with closing(training(**options).sources[0]) as again:
+        assert not again.set_state(state, Clock())
+        pieces = gathered(again, 3)
+        assert sum(piece.valid.sum() for piece in pieces) >= 36
+        for piece in pieces:
+            assert (piece.obs["obs"][:-1][piece.valid][:, 0] == 0.0).all()
+
+
 def test_after_kill_minus_nine_a_game_goes_on_exactly(tmp_path):
     policies = {"one": {"run": "PPO", "config": ppo(8)}, "two": {"run": "DQN", "config": DQN}}
     told = {**SMALL, "policies": policies, "policy_mapping": "chaos_for_tests:drawn"}
