@@ -180,6 +180,9 @@ def _array_writer(space: Space, strict: bool, on_cast: OnCast | None, name: str)
     shape, dtype, is_box = space.shape, np.dtype(space.dtype), space.kind == "box"
 
     def write(batch: Any, i: int, value: Any) -> None:
+        if type(value) is np.ndarray and value.shape == shape and value.dtype == dtype:  # the usual case
+            batch[i] = value
+            return
         if np.shape(value) != shape:
             raise BadValue(f"{name} has shape {shape} in its space, got {np.shape(value)}: {_short(value)}")
         if strict and not isinstance(value, np.generic | np.ndarray):

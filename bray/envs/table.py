@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -240,35 +240,35 @@ class Table(gym.Env):
         chosen = {p: side.split(actions[p]) for p, side in self._sides.items()}
         given = {agent: chosen[side][i] for agent, side, i in self._acting}
         obs, rewards, terminateds, truncateds, _ = self.env.step(given)
-        self._tick += 1
+        self._tick[()] += 1
         over = game_over(terminateds, truncateds, type(self.env).__name__)
         ends = {a for flags in (terminateds, truncateds) for a, is_so in flags.items() if is_so}
         ends.discard(ALL)
         self._show(obs, set(self._seat) if over else ends)
-        total = 0.0
+        total, seats, was_ended, check = 0.0, self._seat, self._ended, self.check
         for agent, reward in rewards.items():
             if type(reward) is not float:
                 reward = as_float(reward)
-            if agent in self._ended and agent not in obs:
+            if agent in was_ended and agent not in obs:
                 if reward:
                     raise self._wrong(agent, f"it gets the reward {reward}, and has ended before")
                 continue
-            if agent not in self._seat:
-                raise self._wrong(agent, f"it gets a reward and is none of possible_agents: {', '.join(self._seat)}")
-            if self.check and not math.isfinite(reward):
+            if agent not in seats:
+                raise self._wrong(agent, f"it gets a reward and is none of possible_agents: {', '.join(seats)}")
+            if check and not isfinite(reward):
                 raise self._wrong(agent, f"its reward is {reward}")
-            side, i = self._seat[agent]
+            side, i = seats[agent]
             side.reward[i] = reward
             total += reward
-        for agent in self._seat.keys() - self._ended if over else ends & self._seat.keys():
-            side, i = self._seat[agent]
-            terminated = terminateds.get(agent) or (
-                over and not ended(agent, terminateds, truncateds) and terminateds.get(ALL)
-            )
-            side.flags[i] |= TERMINATED if terminated else TRUNCATED
-        if ends or self._ended:
-            self._ended = (self._ended | ends).difference(agent for agent, _, _ in self._acting)
-        terminated = bool(over and terminateds.get(ALL))
+        terminated = False
+        if over or ends:
+            terminated = bool(over and terminateds.get(ALL))
+            for agent in seats.keys() - was_ended if over else ends & seats.keys():
+                side, i = seats[agent]
+                its_end = terminateds.get(agent) or (terminated and not ended(agent, terminateds, truncateds))
+                side.flags[i] |= TERMINATED if its_end else TRUNCATED
+        if ends or was_ended:
+            self._ended = (was_ended | ends).difference(agent for agent, _, _ in self._acting)
         return self._seen, total, terminated, over and not terminated, {}
 
     def _show(self, observations: Mapping[str, Any], ends: set[str]) -> None:
@@ -277,13 +277,11 @@ class Table(gym.Env):
             side.reward.fill(0.0)
             side.flags.fill(0)
         state = None if self._state_space is None else self.env.global_state()
-        self._acting = []
+        seats, acting = self._seat, []
         for agent, seen in observations.items():
-            if agent not in self._seat:
-                raise self._wrong(
-                    agent, f"it has an observation and is none of possible_agents: {', '.join(self._seat)}"
-                )
-            side, i = self._seat[agent]
+            if agent not in seats:
+                raise self._wrong(agent, f"it has an observation and is none of possible_agents: {', '.join(seats)}")
+            side, i = seats[agent]
             if state is not None:
                 seen = {**(seen if isinstance(seen, Mapping) else {"obs": seen}), GLOBAL_STATE: state}
             try:
@@ -292,7 +290,8 @@ class Table(gym.Env):
                 raise self._wrong(agent, str(e)) from None
             if agent not in ends:
                 side.flags[i] = ACTS
-                self._acting.append((agent, side.name, i))
+                acting.append((agent, side.name, i))
+        self._acting = acting
 
     def _wrong(self, agent: str, what: str) -> EnvError:
         return EnvError(f"{self.name}, agent {agent!r}, step {self._tick}: {what}")
