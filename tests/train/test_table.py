@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,10 +39,12 @@ def training(env=Chaos, run="PPO", **options):
 
 
 def gathered(source, gathers):
-    """So many gathers, and the pieces of all of them by side; they may be written over."""
+    """The pieces of so many gathers, copied: workers write over theirs."""
     pieces = []
     for _ in range(gathers):
-        pieces += source.gather()[0]
+        for piece in source.gather(timeout=60.0)[0]:
+            own = {name: tree.map(np.array, x) for name in COLUMNS if (x := getattr(piece, name)) is not None}
+            pieces.append(replace(piece, **own))
     return pieces
 
 
@@ -179,6 +182,27 @@ def test_environments_in_processes_give_the_same_rows():
     there.close()
     assert len(a) == len(b) > 20
     assert all(same_pieces(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "config"), [("PPO", ppo(8)), ("DQN", DQN), ("IMPALA", {"rollout_length": 8})])
+def test_rows_of_workers_are_those_of_the_collector(run, config):
+    """An environment has its number among those of all workers."""
+    with closing(training(run=run, config=config, num_envs=2, **{**DRAWN, "num_workers": 4})) as game:
+        source = game.sources[0]
+        pieces, until = [], time.monotonic() + 120
+        while sum(piece.valid.sum() for piece in pieces) < 1500 and time.monotonic() < until:
+            pieces += gathered(source, 1)
+        rows, collectors = {}, []
+        for i, log in enumerate(source.foreach_env(lambda env: env.log)):
+            collectors.append(Collector(i, drawn).collect(log))
+            rows |= {(side, i * len(AGENTS) + k): found for (side, k), found in collectors[-1].finish().items()}
+    assert len(collectors) == 8
+    taken = compare(pieces, rows)
+    assert sum(taken.values()) > 1500
+    assert len({seat // 8 for _, seat in taken}) == 4  # of every worker
+    if run == "PPO":
+        assert sum(taken.values()) == sum(row.closed for found in rows.values() for row in found)
 
 
 def as_tensors(obs):
