@@ -439,7 +439,7 @@ class Wrong(Chaos):
 
     def __init__(self, what, vector_index=0):
         super().__init__(vector_index=vector_index)
-        self.what = what
+        self.what, self.before, self.paid = what, set(), False
         if what == "names" and vector_index:
             self.possible_agents = ["a", "b", "c", "e"]
             for spaces in (self.observation_spaces, self.action_spaces):
@@ -450,14 +450,18 @@ class Wrong(Chaos):
         return ({"x": self._see("a")} if self.what == "later" and len(self.log) > 9 else obs), infos
 
     def step(self, actions):
+        assert not self.paid  # the dead, in the step before, and nobody said so
+        long = self.silent & self.before if self.t else set()  # who is dead since two steps and more
+        self.before = set(self.silent)
         obs, rewards, terminateds, truncateds, infos = super().step(actions)
         if self.t == 5 and self.what in ("stranger", "paid", "nan", "dead"):
             if self.what == "stranger":
                 obs["x"] = self._see("a")
             elif self.what != "dead":
                 rewards["x" if self.what == "paid" else "a"] = float("nan") if self.what == "nan" else 1.0
-        elif self.what == "dead" and self.silent:
-            rewards |= {a: 1.0 for a in self.silent if a not in obs and not terminateds.get(a)}
+        elif self.what == "dead":
+            paid = {a: 1.0 for a in long & self.silent if a not in obs and not terminateds.get(a)}
+            rewards, self.paid = rewards | paid, bool(paid)
         elif self.what == "blind" and self.t == 5:
             for seen in obs.values():
                 seen["obs"][1] = np.nan
