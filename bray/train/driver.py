@@ -13,7 +13,6 @@ Counters, result rows and the state of a training exist here once.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +112,7 @@ class Driver:
             p: [h.call for h in sorted(hooks, key=lambda h: h.priority) if h.position == p] for p in POSITIONS
         }
         self._saved_experience: dict[int, Any] = {}  # by the number of the checkpoint
-        self._stop = threading.Event()
+        self._stop = False
         self._learn_seconds = 0.0
         self._last_batch = time.monotonic()
         self._say_after = SAY_AFTER
@@ -167,17 +166,18 @@ class Driver:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End after this step; may be called from any thread."""
-        self._stop.set()
+        """End after this step; may be called from any thread, and from a signal's handler, which may interrupt this one
+        anywhere: it takes no lock."""
+        self._stop = True
 
     def start(self) -> None:
         """Forget an earlier `stop`."""
-        self._stop.clear()
+        self._stop = False
         self._last_batch = time.monotonic()
 
     @property
     def stopped(self) -> bool:
-        return self._stop.is_set()
+        return self._stop
 
     def call(self, position: str) -> None:
         for hook in self._hooks[position]:
@@ -258,7 +258,9 @@ class Driver:
 
     def wait(self, seconds: float) -> None:
         """Until then, or until it is stopped."""
-        self._stop.wait(seconds)
+        end = time.monotonic() + seconds
+        while not self._stop and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, WAIT_S))
 
     def go_back(self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path) -> None:
         """Learn on from the state of a checkpoint, while counters and games go on as they are."""

@@ -9,8 +9,9 @@
 
 In the middle: half of the games have more, half have less; so what holds is what most games do, from three games on.
 Two or fewer have nothing to be compared with. A session counts for as much as it has played, up to 512 rows. Those of
-32 ticks or fewer have the share of one game together, and no vote where three others have: who starts session after
-session is not many.
+32 ticks or fewer have no vote where three others have. The share of a session that has ended passes on to one that
+begins: who starts session after session has as many shares as sessions at once. A share that is new belongs to all such
+sessions together for its first 32 rows.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ TIMES = 10.0
 USUAL = 10.0
 """Rewards up to this size are never cut: what docs/games.md asks games to keep to."""
 NEW = -1
-"""The game of all sessions that have just begun, where shares are bounded."""
+"""The game of all sessions whose share is new."""
 BEGINS = 32
-"""Ticks of a session that has just begun."""
+"""Rows after which it is their own; rows of a session that has just begun."""
 HEARD_S = 60.0
 """Games that have sent nothing for this long say nothing about what is usual, while others do."""
 MOST_VOTES = 512
 EPISODES = 10
 _COMPARED = 3  # games, at least
 _REMEMBERED = 1024  # games
+_SESSIONS = 10_000
 
 
 class Taken(NamedTuple):
@@ -69,6 +71,40 @@ class _Game:
     """When its last piece came."""
     lost: Counts | None = None
     """Of pieces that were dropped: what happened in them is counted all the same."""
+
+
+@dataclass
+class _Place:
+    game: int
+    rows: int = 0
+    """That its sessions have sent, all together."""
+
+
+class Places:
+    """Which game a session is: one after the other at the same place are the same game."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[int, _Place] = OrderedDict()  # by stream
+        self._free: deque[_Place] = deque(maxlen=_REMEMBERED)
+
+    def game(self, stream: int, rows: int) -> int:
+        """Of a session that sends so many rows now."""
+        place = self._of.get(stream)
+        if place is None:
+            # the last one that was left: who ends a session to start another gets the same one back
+            place = self._of[stream] = self._free.pop() if self._free else _Place(stream)
+            if len(self._of) > _SESSIONS:
+                self._of.popitem(last=False)
+        place.rows += rows
+        return place.game if place.rows > BEGINS else NEW
+
+    def leave(self, stream: int) -> int:
+        """A session has ended; the game that it was."""
+        place = self._of.pop(stream, None)
+        if place is None:
+            return stream
+        self._free.append(place)
+        return place.game
 
 
 class FairQueue:
@@ -104,8 +140,7 @@ class FairQueue:
         """`key`: of the game."""
         game = self._games.setdefault(key, _Game())
         game.seen = self._clock()
-        room = self._room(piece.length)
-        while game.waiting and game.rows + piece.length > room:
+        while game.waiting and game.rows + piece.length > self._room(piece.length):
             self._drop(game)
         while self.waiting and self.waiting + piece.length > 2 * self.rows:
             # of those who have most, who had their turn last

@@ -8,12 +8,12 @@ faster than is learnt loses its oldest rows, unless it may wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ from bray.spec import EnvSpec, parse_space
 from bray.train.agent import ActingModel
 from bray.train.config import LiveConfig, RunConfig
 from bray.train.device import resolve_device
-from bray.train.fair import BEGINS, NEW, USUAL, FairQueue, GameReturns, RewardLimit, Votes, add_up
+from bray.train.fair import USUAL, FairQueue, GameReturns, Places, RewardLimit, Taken, Votes, add_up
 from bray.train.goals import LIVE_SCORE
 from bray.train.local import initial_state, make_side
 from bray.train.side import Side
@@ -63,7 +63,6 @@ COLUMNS = 8
 PIECE = 32
 """Ticks of a game that are learnt from together, at most."""
 _PUBLISH_EVERY = 0.02  # seconds: a learner of small steps makes hundreds of versions in that time
-_LOOK_AGAIN_S = 0.5  # where a learner makes room without taking pieces
 _NAMES = 10_000
 
 
@@ -109,6 +108,7 @@ class LiveSource(Source):
         self._latest = Latest(self._send, every=_PUBLISH_EVERY)
         self.queue = FairQueue(_rows_of(side.experience), live.fair)
         """Pieces that the driver has not taken; `_news` is held while it is used."""
+        self.places = Places()
         self.votes = Votes()
         self.rewards, self.returns = RewardLimit(live.reward_range, self.votes), GameReturns(self.votes)
         self.score: float | None = None
@@ -118,7 +118,7 @@ class LiveSource(Source):
         self._learnt: list[int] = []  # and of the last one
         self._passed = 0.0  # size of the largest reward that was learnt from
         self._news = threading.Condition()
-        self._held: list[asyncio.Future[None]] = []  # pushes that wait for room; each in the service's loop
+        self._held: dict[asyncio.Future[None], tuple[int, Piece, Counts]] = {}  # what waits for room in it; `_news` too
         self._closing = False
         self._laps = Laps()
         self._model = copy.deepcopy(side.model).cpu().eval()
@@ -199,37 +199,47 @@ class LiveSource(Source):
         if len(self._names) > _NAMES:
             self._names.clear()
         self._names[int(piece.stream[0])] = session
-        key = int(piece.stream[0]) if int(np.max(piece.start)) >= BEGINS else NEW
-        until = time.monotonic() + self.live.wait_s
-        while self._full(key, piece.length) and not self._closing and (left := until - time.monotonic()) > 0:
-            await self._room(min(left, _LOOK_AGAIN_S))
+        item = (self.places.game(int(piece.stream[0]), piece.length), piece, counts)
         with self._news:
-            self.queue.put(key, piece, counts)
-            self._news.notify()
-
-    async def _room(self, seconds: float) -> None:
-        """Wait until the learner has taken pieces."""
-        loop = asyncio.get_running_loop()
-        taken = loop.create_future()
-        timer = loop.call_later(seconds, _wake, [taken])
-        self._held.append(taken)
+            if self._closing or self.live.wait_s <= 0 or not self._full(item[0], piece.length):
+                self._put(item)
+                return
+            room = asyncio.get_running_loop().create_future()
+            self._held[room] = item
+        late = False
         try:
-            await taken
+            await asyncio.wait_for(room, self.live.wait_s)
+        except TimeoutError:
+            late = True
         finally:
-            timer.cancel()
+            with self._news:
+                if self._held.pop(room, None) is not None and late:
+                    self._put(item)
 
-    def _wake_held(self) -> None:
-        if self._held:
-            held, self._held = self._held, []
-            held[0].get_loop().call_soon_threadsafe(_wake, held)
+    def _put(self, item: tuple[int, Piece, Counts]) -> None:
+        self.queue.put(*item)
+        self._news.notify()
+
+    def _let_in(self) -> bool:
+        """Queue the pieces that wait, as far as there is room; whether there was. The learner's thread does that, under
+        the lock under which it makes room: none of them misses it, and none is woken in vain."""
+        let = []
+        for room, item in list(self._held.items()):
+            if self._closing or not self._full(item[0], item[1].length):
+                del self._held[room]
+                self.queue.put(*item)
+                let.append(room)
+        if let:
+            with contextlib.suppress(RuntimeError):  # the service is closed
+                let[0].get_loop().call_soon_threadsafe(_wake, let)
+        return bool(let)
 
     def end(self, stream: int) -> None:
         with self._news:
-            self.queue.end(stream)
+            self.queue.end(self.places.leave(stream))
 
     def _full(self, key: int, length: int) -> bool:
-        with self._news:
-            return self.queue.full(key, length) or (self.queue.waiting > 0 and not self._experience.room())
+        return self.queue.full(key, length) or (self.queue.waiting > 0 and not self._experience.room())
 
     @property
     def waiting_rows(self) -> int:
@@ -243,13 +253,11 @@ class LiveSource(Source):
         self._latest.flush()
         with self._news:
             self._laps.lap("elsewhere")
-            came = self.queue.take()
+            came = self._take()
             if not came:
                 self._news.wait(timeout)
-                came = self.queue.take()
+                came = self._take()
             self._laps.lap("idle")
-        if came:
-            self._wake_held()
         pieces, counts = [], Counts()
         for piece, more, key in came:
             game = key if piece is None else int(piece.stream[0])  # type: ignore[index]
@@ -268,6 +276,12 @@ class LiveSource(Source):
             counts = add_up(counts, more)
         return pieces, counts
 
+    def _take(self) -> list[Taken]:
+        came = self.queue.take()
+        if self._held and self._let_in() and not came:
+            came = self.queue.take()
+        return came
+
     def _learns_from(self, piece: Piece, game: int) -> bool:
         """Whether it is; rewards that most games would not send are cut, in what is replayed too."""
         if not self.live.fair:
@@ -277,7 +291,8 @@ class LiveSource(Source):
         if self._passed > USUAL and (limit := self.rewards.now) < self._passed:
             self._experience.change_rewards(lambda reward: np.clip(reward, -limit, limit))
             self._passed = limit
-        self._passed = max(self._passed, float(np.abs(piece.reward).max()))
+        if self.rewards.size(game) > USUAL:
+            self._passed = max(self._passed, float(np.abs(piece.reward).max()))
         return True
 
     def change_rewards(self) -> None:
@@ -330,9 +345,10 @@ class LiveSource(Source):
 
     def close(self) -> None:
         """End the service: whoever still plays gets an error, nobody waits for the learner any more."""
-        self._closing = True
+        with self._news:
+            self._closing = True
+            self._let_in()
         if self.server is not None:
-            self._wake_held()
             self.server.close()
             self.server = None
 

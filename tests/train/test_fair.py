@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bray.data.experience import Counts
-from bray.train.fair import HEARD_S, PATIENCE_S, FairQueue, GameReturns, RewardLimit, Votes
+from bray.train.fair import BEGINS, HEARD_S, NEW, PATIENCE_S, FairQueue, GameReturns, Places, RewardLimit, Votes
 
 ROWS = 2048
 
@@ -99,6 +99,48 @@ def test_games_that_bring_one_piece_and_nothing_more_hold_others_up_for_a_moment
         games.play(0.05)
         games.queue.put(silent, piece(), Counts(32))
     assert len(games.batches) >= 3
+
+
+def test_who_plays_session_after_session_is_one_game():
+    """However long they are: the share is new for 32 rows, then it is his own."""
+    for rows in (8, 33, 200):
+        places = Places()
+        games = []
+        for session in range(20):
+            games += [places.game(100 + session, min(32, rows - at)) for at in range(0, rows, 32)]
+            places.leave(100 + session)
+        sent = np.cumsum([min(32, rows - at) for at in range(0, rows, 32)] * 20)
+        assert games == [100 if so_far > BEGINS else NEW for so_far in sent]
+
+
+def test_sessions_at_once_are_games_each():
+    places = Places()
+    for session in range(3):
+        assert places.game(session, 31) == NEW
+        assert places.game(session, 2) == session
+    assert places.leave(1) == 1
+    assert places.game(7, 1) == 1
+    assert places.game(8, 1) == NEW
+    assert places.leave(99) == 99, "a session that has sent nothing"
+
+
+def test_games_of_short_sessions_are_not_held_up():
+    """32 games of like speed, sessions of 64 rows each: what they send is learnt from in the next batch or two."""
+    games, places = Games(dict.fromkeys(range(32), 50.0), rows=1024), Places()
+    put, waited = games.queue.put, []
+
+    def put_session(game, piece, counts):
+        sent = games.sent[game] - 32
+        stream = 1000 * game + sent // 64
+        put(places.game(stream, 32), piece, counts)
+        if sent % 64:
+            games.queue.end(places.leave(stream))
+        waited.append(games.queue.waiting)
+
+    games.queue.put = put_session
+    games.play(20.0)
+    assert len(games.batches) >= 25
+    assert max(waited[len(waited) // 4 :]) <= 1024
 
 
 def test_many_games_all_have_their_turn_where_more_comes_than_is_learnt():

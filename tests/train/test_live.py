@@ -1032,25 +1032,136 @@ def test_live_config_is_checked():
         Experiment(run="PPO", live=True, obs="float32[2]", actions=2, wait_s=7)
 
 
-def test_a_push_that_waits_for_room_goes_on_when_the_learner_takes_pieces(tmp_path, monkeypatch):
+# --- pieces that wait for room ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_source(path, wait_s=1e6):
+    """A source whose queue has no room for another piece of game 7, and a function that pushes one."""
     from types import SimpleNamespace
 
     from bray.data.experience import Counts
 
-    monkeypatch.setattr("bray.train.live._LOOK_AGAIN_S", 1e6)
-
-    async def fill(source):
-        piece = SimpleNamespace(length=32, stream=[7], start=99, reward=np.ones((32, 1), np.float32))
-        while not source._full(7, 32):
-            await source.push(piece, Counts(32))
-        waits = asyncio.create_task(source.push(piece, Counts(32)))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not waits.done()
-        source.gather()
-        await asyncio.wait_for(waits, 60)
-
-    with experiment(tmp_path / "run") as exp:
+    piece = SimpleNamespace(length=32, stream=[7], start=99, reward=np.ones((32, 1), np.float32))
+    with experiment(path) as exp:
         source = exp.training.source
-        source.live = dataclasses.replace(source.live, wait_s=1e6)
-        asyncio.run(fill(source))
+        source.live = dataclasses.replace(source.live, wait_s=wait_s)
+        push = lambda: source.push(piece, Counts(32))  # noqa: E731
+        asyncio.run(push())
+        while not source._full(7, 32):
+            asyncio.run(push())
+        yield source, push
+
+
+async def begun(push):
+    """A push as a task that has come as far as it can."""
+    task = asyncio.create_task(push())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return task
+
+
+def test_a_push_that_waits_for_room_goes_on_when_the_learner_takes_pieces(tmp_path):
+    async def fill(source, push):
+        waits = await begun(push)
+        assert not waits.done()
+        before = source.queue.waiting
+        pieces, _ = source.gather()
+        assert source.queue.waiting == before + 32 - sum(p.length for p in pieces), "it is there for the next batch"
+        await asyncio.wait_for(waits, LONG)
+
+    with full_source(tmp_path / "run") as (source, push):
+        asyncio.run(fill(source, push))
+
+
+def test_room_that_is_made_while_a_push_looks_is_not_missed(tmp_path):
+    """The learner takes all there is, in its thread, as soon as the push has seen that there is no room."""
+
+    async def fill(source, push):
+        full, began = source._full, threading.Event()
+
+        def take():
+            began.set()
+            source.gather()
+
+        learner = threading.Thread(target=take)
+
+        def look(key, length):
+            found = full(key, length)
+            if found and not began.is_set():
+                learner.start()
+                began.wait(LONG)
+            return found
+
+        source._full = look
+        await asyncio.wait_for(push(), LONG)
+        learner.join(LONG)
+
+    with full_source(tmp_path / "run") as (source, push):
+        asyncio.run(fill(source, push))
+
+
+def test_a_push_goes_on_when_the_learner_makes_room_without_taking_pieces(tmp_path):
+    async def fill(source, push):
+        source._experience.room = lambda: False
+        source.queue.take = list
+        waits = await begun(push)
+        source.gather()
+        assert not (await begun(asyncio.Event().wait)).done()
+        assert not waits.done()
+        source._full = lambda key, length: False
+        source.gather()
+        await asyncio.wait_for(waits, LONG)
+
+    with full_source(tmp_path / "run") as (source, push):
+        asyncio.run(fill(source, push))
+
+
+@pytest.mark.parametrize("how", ["cancelled", "too late", "closed"])
+def test_a_push_that_waits_ends_otherwise(tmp_path, how):
+    """Cancelled, its piece is gone; too late or where the service ends, it is queued, and the oldest one drops out."""
+
+    async def fill(source, push):
+        before, waits = source.queue.waiting, await begun(push)
+        if how == "cancelled":
+            waits.cancel()
+        elif how == "closed":
+            source.close()
+        await asyncio.wait([waits], timeout=LONG)
+        assert waits.done()
+        assert not source._held
+        assert source.queue.waiting == before
+        _, counts = source.gather()
+        assert counts.dropped == (0 if how == "cancelled" else 32)
+
+    with full_source(tmp_path / "run", wait_s=0.05 if how == "too late" else 1e6) as (source, push):
+        asyncio.run(fill(source, push))
+
+
+def test_a_signal_may_come_at_any_moment_of_a_pause(tmp_path, monkeypatch):
+    """Its handler interrupts the thread that waits, wherever that is: what it calls must not need what that holds."""
+    monkeypatch.setattr(driver, "WAIT_S", 0.001)
+
+    def interrupt(training, line):
+        def count(frame, event, arg):
+            nonlocal line
+            if event == "line" and (line := line - 1) == 0:
+                training.stop()
+            return count
+
+        return count
+
+    def all_lines(training):
+        for line in range(1, 60):
+            training.start()
+            sys.settrace(interrupt(training, line))
+            try:
+                training.wait(LONG)
+            finally:
+                sys.settrace(None)
+        over.set()
+
+    over = threading.Event()
+    with experiment(tmp_path / "run") as exp:
+        threading.Thread(target=all_lines, args=(exp.training,), daemon=True).start()
+        assert over.wait(LONG)
