@@ -48,7 +48,7 @@ def score_table(algo: str) -> str:
 
 
 SCORES_TEXT = """`python -m benchmarks.learning CASE` makes a row; the curves are in \
-[benchmarks/learning](../../benchmarks/learning/README.md). Score: mean of 10 greedy evaluation episodes.
+[benchmarks/learning](../../benchmarks/learning/README.md). Score: mean of 10 greedy evaluation episodes (Taxi-v4: 100).
 Steps and seconds to it: interquartile mean over the seeds [95 % bootstrap interval]."""
 
 
