@@ -176,6 +176,14 @@ class Learner(base.Learner):
         )
         return target
 
+    def rows_of(self, batch: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        """Those of the team that are learnt: rows, or sequences where its agents have a memory."""
+        found = {k: batch[k] for k in ("action", "reward")} | {"weight": batch["weight"].amax(-1)}
+        found["obs"] = tree.map(lambda x: x[:-1], batch["obs"])
+        if "state" in batch:
+            return found | {"first": batch["first"][:-1], "state": batch["state"]}
+        return {k: tree.map(lambda x: x.flatten(0, 1), x) for k, x in found.items()}
+
     def values(self, critic: nn.Module, obs: Any, action: Tensor) -> Tensor:
         """`[T, B, N, A]`."""
         flat = tree.map(lambda x: x.flatten(0, 1), obs)

@@ -192,6 +192,9 @@ class Learner(base.Learner):
             logits if mask is None else logits.where(mask, NEVER), noise[row], self.config.temperature
         )
 
+    def rows_of(self, batch: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        return batch | {"weight": batch["alive"].any(-1).float()}
+
     def taken(self, batch: dict[str, Any]) -> Tensor:
         """The actions that were taken, in the same form."""
         if self.layout.discrete:

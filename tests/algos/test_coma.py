@@ -1,6 +1,8 @@
 """COMA: its losses against loops in float64, what the critic of an agent does not see, a baseline that leaves nothing
 where nothing depends on the agent."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -12,19 +14,21 @@ from bray.envs import EnvConfig, env_spec
 from bray.envs.agent_games import Hunt
 from bray.errors import ConfigError
 from bray.nn import ModelConfig
+from bray.nn.catalog import register_loss_term
 
 HUNT = {"team": ["hunter_0", "hunter_1", "hunter_2"]}
 T, B, N, A, D, S = 7, 4, 3, 3, 24, 40
 GAMMA, LAMBDA = 0.9, 0.8
 
 
-def make(memory=False, **options):
+def make(memory=False, loss_terms=None, **options):
     torch.manual_seed(0)
     config, spec = (
         coma.Config(gamma=GAMMA, lambda_=LAMBDA, rollout_length=T, **options),
         env_spec(EnvConfig(Hunt, teams=HUNT)),
     )
     small = ModelConfig(fcnet_hiddens=(16,), use_lstm=memory, recurrent="gru" if memory else "lstm", lstm_cell_size=8)
+    small = dataclasses.replace(small, loss_terms=loss_terms or {})
     model = coma.make_model(config, spec, small)
     learner = coma.Learner(config, spec, model, small, seed=0, record=False)
     with torch.no_grad():  # agents that are sure of something, a target that differs from what it follows
@@ -95,6 +99,31 @@ def policies(model, piece, memory):
         weight = np.where(piece.obs["action_mask"][t] == 1, np.exp(logits), 0.0)
         out.append(weight / weight.sum(-1, keepdims=True))
     return np.array(out)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_loss_term_sees_the_rows_that_are_learnt(memory):
+    def sure(batch, outputs, model):
+        return outputs["dist"].square().mean(-1)
+
+    register_loss_term("sure", sure, replace=True)
+    model, learner = make(memory, loss_terms={"sure": 0.5})
+    piece = played(memory)
+    dist = []
+    state = {"h": torch.from_numpy(piece.state["h"][0])} if memory else None
+    for t in range(T):
+        obs = {"obs": torch.from_numpy(piece.obs["obs"][t])}
+        with torch.no_grad():
+            if memory:
+                keep = torch.from_numpy(~piece.first[t]).float().reshape(-1, 1, 1)
+                state = {"h": state["h"] * keep}
+            got = model(obs, state) if memory else model(obs)
+        state = got.get("state")
+        dist.append(got["dist"].numpy())
+    counts = piece.valid & piece.extras["alive"].any(-1)
+    expected = np.square(np.array(dist, np.float64)).mean(-1)[counts].mean()
+    learner.update(learner.prepare(piece), Clock(1, 0))
+    assert learner.numbers()["sure"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("memory", [False, True])

@@ -10,6 +10,7 @@ from bray.envs import EnvConfig, env_spec
 from bray.envs.agent_games import Hunt
 from bray.errors import ConfigError
 from bray.nn import ModelConfig
+from bray.nn.catalog import register_loss_term
 from bray.rl.transforms import gumbel_softmax, one_hot
 from bray.spec import EnvSpec, Space
 
@@ -159,6 +160,20 @@ def test_critics_learn_and_the_targets_follow():
         ):
             assert (p != was).any()
             torch.testing.assert_close(target, 0.5 * (p.detach() + target_was))
+
+
+def test_a_loss_term_sees_the_steps_that_are_learnt():
+    register_loss_term("strong", lambda batch, outputs, model: outputs["mu"].square().mean(-1), replace=True)
+    spec, config = pushes(), maddpg.Config()
+    model_config = ModelConfig(fcnet_hiddens=(16,), loss_terms={"strong": 0.5})
+    model = maddpg.make_model(config, spec, model_config)
+    learner = maddpg.Learner(config, spec, model, model_config, seed=0, record=False)
+    batch = replayed(spec)
+    batch["alive"][3] = False
+    _, mu = chosen_by(model, batch["obs"])
+    learner.update(batch, Clock(1, 0))
+    expected = np.square(mu.astype(np.float64)).mean(-1)[batch["alive"].any(-1)].mean()
+    assert learner.numbers()["strong"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_it_does_not_train_is_refused():
