@@ -103,7 +103,7 @@ class LiveSource(Source):
             raise ConfigError(
                 "normalize_rewards needs the games side by side; divide the rewards in the game, or use clip_rewards"
             )
-        self.live, self._experience = live, side.experience
+        self.live, self.experience = live, side.experience
         self.clock = Clock()
         self._latest = Latest(self._send, every=_PUBLISH_EVERY)
         self.queue = FairQueue(_rows_of(side.experience), live.fair)
@@ -118,7 +118,8 @@ class LiveSource(Source):
         self._learnt: list[int] = []  # and of the last one
         self._passed = 0.0  # size of the largest reward that was learnt from
         self._news = threading.Condition()
-        self._held: dict[asyncio.Future[None], tuple[int, Piece, Counts]] = {}  # what waits for room in it; `_news` too
+        self.held: dict[asyncio.Future[None], tuple[int, Piece, Counts]] = {}
+        """What waits for room in the queue; `_news` is held while it is used."""
         self._closing = False
         self._laps = Laps()
         self._model = copy.deepcopy(side.model).cpu().eval()
@@ -154,7 +155,7 @@ class LiveSource(Source):
         self._closing = False
         use_compiled_draws()
         self.acting.warm_up()
-        length = PIECE if self._experience.piece_length in (None, 1) else min(PIECE, self._experience.piece_length)
+        length = PIECE if self.experience.piece_length in (None, 1) else min(PIECE, self.experience.piece_length)
         config = {"policy": {"model": self.acting}}
         most = body_limit(self.acting.spec, self.live.max_json)  # base64 of a large observation
         service = self.live.service()
@@ -201,11 +202,11 @@ class LiveSource(Source):
         self._names[int(piece.stream[0])] = session
         item = (self.places.game(int(piece.stream[0]), piece.length), piece, counts)
         with self._news:
-            if self._closing or self.live.wait_s <= 0 or not self._full(item[0], piece.length):
+            if self._closing or self.live.wait_s <= 0 or not self.is_full(item[0], piece.length):
                 self._put(item)
                 return
             room = asyncio.get_running_loop().create_future()
-            self._held[room] = item
+            self.held[room] = item
         late = False
         try:
             await asyncio.wait_for(room, self.live.wait_s)
@@ -213,7 +214,7 @@ class LiveSource(Source):
             late = True
         finally:
             with self._news:
-                if self._held.pop(room, None) is not None and late:
+                if self.held.pop(room, None) is not None and late:
                     self._put(item)
 
     def _put(self, item: tuple[int, Piece, Counts]) -> None:
@@ -224,9 +225,9 @@ class LiveSource(Source):
         """Queue the pieces that wait, as far as there is room; whether there was. The learner's thread does that, under
         the lock under which it makes room: none of them misses it, and none is woken in vain."""
         let = []
-        for room, item in list(self._held.items()):
-            if self._closing or not self._full(item[0], item[1].length):
-                del self._held[room]
+        for room, item in list(self.held.items()):
+            if self._closing or not self.is_full(item[0], item[1].length):
+                del self.held[room]
                 self.queue.put(*item)
                 let.append(room)
         if let:
@@ -238,8 +239,9 @@ class LiveSource(Source):
         with self._news:
             self.queue.end(self.places.leave(stream))
 
-    def _full(self, key: int, length: int) -> bool:
-        return self.queue.full(key, length) or (self.queue.waiting > 0 and not self._experience.room())
+    def is_full(self, key: int, length: int) -> bool:
+        """Whether so many more rows of a game have no room."""
+        return self.queue.full(key, length) or (self.queue.waiting > 0 and not self.experience.room())
 
     @property
     def waiting_rows(self) -> int:
@@ -278,7 +280,7 @@ class LiveSource(Source):
 
     def _take(self) -> list[Taken]:
         came = self.queue.take()
-        if self._held and self._let_in() and not came:
+        if self.held and self._let_in() and not came:
             came = self.queue.take()
         return came
 
@@ -289,7 +291,7 @@ class LiveSource(Source):
         if not self.rewards.passes(piece, game):
             return False
         if self._passed > USUAL and (limit := self.rewards.now) < self._passed:
-            self._experience.change_rewards(lambda reward: np.clip(reward, -limit, limit))
+            self.experience.change_rewards(lambda reward: np.clip(reward, -limit, limit))
             self._passed = limit
         if self.rewards.size(game) > USUAL:
             self._passed = max(self._passed, float(np.abs(piece.reward).max()))
@@ -297,7 +299,7 @@ class LiveSource(Source):
 
     def change_rewards(self) -> None:
         """Rows of a checkpoint may have been played when other rewards were learnt from."""
-        self._experience.change_rewards(self._clipped)
+        self.experience.change_rewards(self._clipped)
         self._passed = math.inf
 
     def learns(self, piece: Piece, version: int) -> None:

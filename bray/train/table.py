@@ -151,11 +151,13 @@ class SeatRollout(Rollout):
         self._sum = np.zeros(n, np.float32)  # rewards since a seat decided
         self._at = np.zeros(n, np.int64)  # where a seat's next row goes
         self._begun = np.zeros(n, np.int64)  # rows of a seat in earlier pieces
-        self._steps = 0  # since the last piece
+        self.steps = 0
+        """Since the last piece."""
         self._level = True
         self._columns: Columns | None = None
         self._version: np.ndarray = np.zeros(0, np.int64)
-        self._later: Any = None
+        self.later: Any = None
+        """An engine for outputs that are computed once per piece, where that saves work."""
         self._looked = False
         self.first_seat = 0
         """The number of the first seat among those of all workers."""
@@ -168,7 +170,7 @@ class SeatRollout(Rollout):
         if not self._looked:
             self._looked = True
             if self.rows is not None and self.policy.keeps and self.state is None:
-                self._later = separate_outputs(self, self._record)
+                self.later = separate_outputs(self, self._record)
         self.first = self.acts & ~self.in_game
         before = self.state
         tick, state, actions, extras, outputs = self._decide()
@@ -186,7 +188,7 @@ class SeatRollout(Rollout):
         """All games begin anew; rows that are in no piece yet are lost."""
         for flags in (self.in_game, self._final, self._open):
             flags[:] = False
-        self._sum[:], self._at[:], self._steps, self._level, self._columns = 0.0, 0, 0, True, None
+        self._sum[:], self._at[:], self.steps, self._level, self._columns = 0.0, 0, 0, True, None
 
     def _write(self, tick: Tick, state: Any, extras: dict[str, Any], outputs: dict[str, Any]) -> None:
         """Open the rows of those who act, and lay down the last observations of those who have ended."""
@@ -228,7 +230,7 @@ class SeatRollout(Rollout):
         """For the rows of a piece, those that are left of the one before, and the open one."""
         assert self.rows is not None
         rows = self.rows + self.state_every + 1
-        keep = () if self._later is not None else self.policy.keeps
+        keep = () if self.later is not None else self.policy.keeps
         self._columns = Columns(step, rows, keep, 1)
         self._version = np.zeros((rows, self.num_seats), np.int64)
 
@@ -268,24 +270,24 @@ class SeatRollout(Rollout):
         self._sum[~self._open] = 0.0  # nobody decided on what is paid to those who have not acted
         self._final = ended
         self.in_game &= ~ended
-        self._steps += 1
+        self.steps += 1
 
     # --- pieces -------------------------------------------------------------------------------------------------------
 
     def pieces(self) -> list[Piece]:
         """What is ready to be learnt from: after `rows` steps all rows that are closed, else nothing."""
-        if self.rows is None or self._steps < self.rows:
+        if self.rows is None or self.steps < self.rows:
             return []
-        self._steps = 0
+        self.steps = 0
         columns = self._columns
         assert columns is not None
         self._write_successors(columns)
         level = self._level and int(self._at[0]) == self.rows and not self.replays
         outputs = dict(columns.outputs)
-        if self._later is not None:
+        if self.later is not None:
             n = self.rows + 1 if level else len(columns.first)  # one of two shapes, so that each is recorded once
             seen = self.env.spec.acting(tree.map(lambda x: x[:n].reshape(-1, *x.shape[2:]), columns.obs))
-            late = self._later.forward(seen)
+            late = self.later.forward(seen)
             outputs = {k: late[k].reshape(n, -1, *late[k].shape[1:]) for k in self.policy.keeps}
         if level:
             piece = self._piece(columns, outputs, slice(None), self.rows)
@@ -386,7 +388,7 @@ class SeatRollout(Rollout):
             "state": {} if self.state is None else self.state,
             "rewards": self.rewards.get_state() if self.rewards else {},
         }
-        where = {"steps": self._steps, "level": self._level, "version": self.version}
+        where = {"steps": self.steps, "level": self._level, "version": self.version}
         return {"arrays": arrays, "json": {"rng": self.rng.bit_generator.state, **where}}
 
     def set_seat_state(self, state: Mapping[str, Any], exact: bool) -> None:
@@ -401,7 +403,7 @@ class SeatRollout(Rollout):
         for k in ("final", "open", "sum", "at", "begun"):
             setattr(self, f"_{k}", np.array(arrays[k]))
         self.acts, self.in_game = np.array(arrays["acts"]), np.array(arrays["in_game"])
-        self._steps, self._level = int(json_["steps"]), bool(json_["level"])
+        self.steps, self._level = int(json_["steps"]), bool(json_["level"])
         if self.state is not None:
             self.state = tree.map(np.array, arrays["state"])
         self._columns = None

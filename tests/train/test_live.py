@@ -1048,7 +1048,7 @@ def full_source(path, wait_s=1e6):
         source.live = dataclasses.replace(source.live, wait_s=wait_s)
         push = lambda: source.push(piece, Counts(32))  # noqa: E731
         asyncio.run(push())
-        while not source._full(7, 32):
+        while not source.is_full(7, 32):
             asyncio.run(push())
         yield source, push
 
@@ -1078,7 +1078,7 @@ def test_room_that_is_made_while_a_push_looks_is_not_missed(tmp_path):
     """The learner takes all there is, in its thread, as soon as the push has seen that there is no room."""
 
     async def fill(source, push):
-        full, began = source._full, threading.Event()
+        full, began = source.is_full, threading.Event()
 
         def take():
             began.set()
@@ -1093,7 +1093,7 @@ def test_room_that_is_made_while_a_push_looks_is_not_missed(tmp_path):
                 began.wait(LONG)
             return found
 
-        source._full = look
+        source.is_full = look
         await asyncio.wait_for(push(), LONG)
         learner.join(LONG)
 
@@ -1103,13 +1103,13 @@ def test_room_that_is_made_while_a_push_looks_is_not_missed(tmp_path):
 
 def test_a_push_goes_on_when_the_learner_makes_room_without_taking_pieces(tmp_path):
     async def fill(source, push):
-        source._experience.room = lambda: False
+        source.experience.room = lambda: False
         source.queue.take = list
         waits = await begun(push)
         source.gather()
         assert not (await begun(asyncio.Event().wait)).done()
         assert not waits.done()
-        source._full = lambda key, length: False
+        source.is_full = lambda key, length: False
         source.gather()
         await asyncio.wait_for(waits, LONG)
 
@@ -1129,7 +1129,7 @@ def test_a_push_that_waits_ends_otherwise(tmp_path, how):
             source.close()
         await asyncio.wait([waits], timeout=LONG)
         assert waits.done()
-        assert not source._held
+        assert not source.held
         assert source.queue.waiting == before
         _, counts = source.gather()
         assert counts.dropped == (0 if how == "cancelled" else 32)

@@ -112,7 +112,7 @@ def check(source, gathers, side_of=of_all, limit=None):
     newest = {piece.side for piece in pieces[-2:]}
     for seat, found in rows.items():
         side = source.seats[seat[0]]
-        if seat[0] in newest and side._steps == 0:
+        if seat[0] in newest and side.steps == 0:
             closed = sum(row.closed for row in found)
             assert taken[seat] == closed - closed % (1 if side.state is None else side.state_every)
     assert source.env_steps == sum(c.env_steps for c in collectors)
@@ -224,7 +224,7 @@ def test_values_and_probabilities_are_of_the_row_that_has_them(shared, monkeypat
     checked = 0
     for piece in gathered(game.sources[0], 20):
         seat = game.sources[0].seats[piece.side]
-        assert (seat._later is None) == shared
+        assert (seat.later is None) == shared
         seen = np.ones(piece.first.shape, bool)  # what follows a dead row is nothing yet
         seen[-1] = piece.valid[-1]
         model, layout = seat.engine.model, seat.env.spec.layout
