@@ -3,14 +3,14 @@
 The two trees take turns, in processes of their own, one thread each; a pair is one measurement of each, and which goes
 first alternates. Training: environment steps per second of CPU time of all processes, after a warm-up, so that other
 work on the machine counts less; `ppo-workers` has two worker processes, and the cases of `benchmarks training` are
-named ours/CASE (`ours` = all of them). The two trainings of a pair take turns of half a second of CPU time or of an
-iteration, the same steps for both, because the speed of a core changes within seconds: a pair's ratio is the median
-over those turns, and so is that of their wall times. `live`, `launched`: rows that PPO learns from
-32 games in another process, per second of CPU time of `bray train --live` and of `bray launch` in one process.
-`serve`: ticks per second of CPU time that `bray serve` spends on a small network, 32 games in another process.
-`local`, `remote`, `trajectories`, `small`: items per second of CPU time of all processes. These and `live`, `launched`
-are the cases of `benchmarks.remote.ours` and `benchmarks.live` of the tree that is measured. One line per case: medians
-and the median ratio of the pairs.
+named ours/CASE (`ours` = all of them). The two trainings of a pair take turns of a twentieth of a second of CPU time or
+of an iteration, the same steps for both, and the first of a turn is the second of the next, because the speed of a core
+changes within seconds: a pair's ratio is the median over those turns, and so is that of their wall times. `live`,
+`launched`: rows that PPO learns from 32 games in another process, per second of CPU time of `bray train --live` and of
+`bray launch` in one process. `serve`: ticks per second of CPU time that `bray serve` spends on a small network, 32
+games in another process. `local`, `remote`, `trajectories`, `small`: items per second of CPU time of all processes.
+These and `live`, `launched` are the cases of `benchmarks.remote.ours` and `benchmarks.live` of the tree that is
+measured. One line per case: medians and the median ratio of the pairs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks import ours
 from benchmarks.same_weights import BASE, ROOT, environment, other_tree
 
-_SHORT = {"iteration_steps": 200}  # 1,000 steps of SAC are seconds
+_SHORT = {"iteration_steps": 50}  # 1,000 steps of SAC are seconds
 TRAINING = {
     "ppo": {"run": "PPO", "env": "CartPole-v1"},
     "ppo-lstm": {"run": "PPO", "env": "CartPole-v1", "use_lstm": True},
@@ -37,7 +37,7 @@ TRAINING = {
     **{f"ours/{name}": {**_SHORT, **case, "use_preset": False, "seed": 1} for name, case in ours.CASES.items()},
 }
 OURS = [name for name in TRAINING if name.startswith("ours/")]
-TURNS, WARM_UP = 17, 2  # of a training; turns before them are not counted
+TURNS, WARM_UP = 60, 2  # of a training; turns before them, of half a second, are not counted
 LIVE = ("live", "launched")
 REMOTE = ("local", "remote", "trajectories", "small")
 _TRAIN = """
@@ -46,7 +46,8 @@ from benchmarks.serving.__main__ import cpu_seconds, family
 from bray.experiment import Experiment
 import benchmarks.ours  # its environments
 training = Experiment(**json.loads(sys.argv[1])).training
-cpu = lambda: cpu_seconds(family(os.getpid()))
+alone = lambda: len(family(os.getpid())) == 1  # then the clock that is not counted in hundredths
+cpu = lambda: time.process_time() if alone() else cpu_seconds(family(os.getpid()))
 for line in sys.stdin:  # a turn of so many steps; 0: of half a second, with something learnt
     before, start, wall, steps = training.env_steps, cpu(), time.perf_counter(), int(line)
     while training.env_steps < before + steps or not steps and (not training.learner.steps or cpu() - start < 0.5):
@@ -115,13 +116,13 @@ def train_in_turns(trees: list[Path], case: str, folder: str) -> list[list[tuple
     steps = 0
     for turn in range(WARM_UP + TURNS):
         made = 0
-        for child, out in zip(both, rates, strict=True):
+        for child, out in list(zip(both, rates, strict=True))[:: 1 if turn % 2 else -1]:
             print(steps, file=child.stdin, flush=True)
             if not (line := child.stdout.readline()):
                 raise SystemExit(f"{case}: a training ended by itself")
             made = int(line.split()[0])
             out.append((float(line.split()[1]), float(line.split()[2])))
-        steps = made if turn == WARM_UP - 1 else steps
+        steps = max(1, made // 10) if turn == WARM_UP - 1 else steps
     for child in both:
         child.stdin.close()
         child.wait()

@@ -172,6 +172,14 @@ def _start(loads: str, name: str, setting: tuple[Any, ...], what: tuple[Any, ...
     return process
 
 
+def forget_server(loads: str) -> None:
+    """End the process that others which begin with this module were forked from."""
+    if _FORKS:
+        from bray.envs.fork_server import fork_server
+
+        fork_server(loads).end()
+
+
 def unpack(answer: bytes) -> tuple[Any, list[str]]:
     """(result, failures) of a worker's answer; its error is raised."""
     return read_answer(pickle.loads(answer))

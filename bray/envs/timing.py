@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from bray.envs import subprocess
 from bray.envs.build import Builder
-from bray.envs.process import Child, Lost, error_answer, portable, unpack
+from bray.envs.process import Child, Lost, error_answer, forget_server, portable, unpack
 
 MOST_S, MOST_STEPS, FIRST = 0.4, 48, 3
 """Seconds and steps that are timed at most, and steps before them."""
@@ -27,7 +26,7 @@ def time_step(build: Builder) -> tuple[float, bool] | None:
     told, needs_main = portable(replace(build, remote=True))
     if needs_main:
         return None
-    child = Child(serve_timing, (told,), "bray-timing", subprocess.__name__)  # where environments may play later
+    child = Child(serve_timing, (told,), "bray-timing", __name__)
     try:
         found: tuple[float, bool] = unpack(child.receive(LIMIT_S))[0]
         return found
@@ -36,6 +35,7 @@ def time_step(build: Builder) -> tuple[float, bool] | None:
         raise Lost(f"{e} ({child.end})") from None
     finally:
         child.kill()
+        forget_server(__name__)  # it is one process for the whole run otherwise
 
 
 def serve_timing(conn: Connection, told: bytes) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -248,6 +249,12 @@ def test_a_slow_environment_is_timed_once_and_plays_in_processes(monkeypatch):
     assert [found[0][0], True] in told.values()
 
 
+def children_of(pid):
+    """Their command lines, on Linux."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [Path(f"/proc/{child}/cmdline").read_text() for found in lists for child in found.read_text().split()]
+
+
 class Counted:
     def __init__(self, fn):
         self.fn, self.count = fn, 0
@@ -284,6 +291,7 @@ def test_an_environment_that_ends_its_process_or_hangs_while_it_is_timed_plays_i
     assert f"{name} {says}" in caplog.text
     assert "vector=subprocess" in caplog.text
     assert settling.read_steps(settling.steps_file()) == known  # it is tried again
+    assert not [name for name in children_of(os.getpid()) if "bray.envs.timing" in name]
 
 
 def test_what_is_remembered_may_be_anything(monkeypatch, tmp_path):
