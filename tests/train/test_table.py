@@ -316,7 +316,7 @@ RESUMED = {
 def test_a_source_goes_on_exactly(case):
     config, options = RESUMED[case]
     with closing(training(config=config, **options).sources[0]) as whole:
-        for k in range(5):
+        for k in range(3):
             gathered(whole, 1 + k)
             state = whole.get_state()
             state["arrays"] = tree.map(np.array, state["arrays"])
