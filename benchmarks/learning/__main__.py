@@ -136,7 +136,7 @@ CASES = {
     "maddpg-spread": Case("MADDPG", SPREAD, HALF_WAY, 80_000, 10, 3, MANY, must="end above"),
     "coma-spread": Case("COMA", SPREAD, ABOVE_RANDOM, 200_000, 10, 3, MANY, must="end above"),
     "mappo-spread": Case("MAPPO", SPREAD, HALF_WAY, 666_667, 20, 3, MANY),
-    "ppo-spread": Case("PPO", SPREAD, HALF_WAY, 666_667, 20, 5, MANY),
+    "ppo-spread": Case("PPO", SPREAD, HALF_WAY, 666_667, 20, 1, MANY),
     "atoc-spread": Case("ATOC", SPREAD, ABOVE_RANDOM, 50_000, 10, 3, MANY, must="end above"),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
     "dqn-taxi": Case("DQN", "Taxi-v4", 7, 80_000, 10, seeds=3, must="end above"),

@@ -51,6 +51,8 @@ CASES |= {
     "qmix-memory": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **Q_TEAM, **GRU, "vector": "subprocess"}, 2),
     "vdn": ("VDN", "bray.envs.agent_games:Hunt", {**OFF, **Q_TEAM}, 2),
     "maddpg": ("MADDPG", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 2),
+    "mappo": ("MAPPO", "bray.envs.agent_games:Hunt", {**ON, "num_envs": 2, "normalize_observations": True}, 3),
+    "mappo-memory": ("MAPPO", "bray.envs.agent_games:Hunt", {**ON, "num_envs": 2, **MEMORY}, 3),
     "coma": ("COMA", "bray.envs.agent_games:Hunt", {**ON, **HUNT, "normalize_observations": True}, 6),
     "coma-memory": ("COMA", "bray.envs.agent_games:Hunt", {**ON, **HUNT, **MEMORY}, 6),
     "atoc": ("ATOC", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 4),
