@@ -213,6 +213,7 @@ class Experiment:
     @property
     def is_game(self) -> bool:
         """Whether it plays games of several agents."""
+        self._check_plays()
         c = self.config
         if self.live or "data" in c.sections or Builder.of(c["env"]).source.gym_id is not None:
             return False
@@ -582,8 +583,8 @@ class Experiment:
     def _serve(self, name: str) -> ServedPolicy:
         if name not in self._served:
             made: Any = self.policies.get(name, self)
-            side = None if self._run is None else self._run.training.sides[name]
-            spec: EnvSpec = self._specs[name] if name in self._specs or side is None else side.spec
+            side = self.training.sides[name] if self._run is not None or name not in self._specs else None
+            spec: EnvSpec = self._specs[name] if side is None else side.spec
             model = self._trained_model(name, spec) if side is None else side.model
             self._served[name] = ServedPolicy(make_policy(made.algo, made.config["algo"], spec), model, spec)
         return self._served[name]

@@ -393,7 +393,7 @@ def test_terminated_truncated_and_cut_episodes_by_hand(merged):
         ("env_steps", 5),
         ("staleness", 0.0),
     ]
-    assert buffer.counts == [(5, ((3.0, 2), (7.0, 2)), 0)]  # the trainer hears of it too
+    assert buffer.counts == [Counts(5, ((3.0, 2), (7.0, 2)))]  # the trainer hears of it too
     assert {labels["agent"] for *_, labels in merged} == {"agent1"}
 
 
