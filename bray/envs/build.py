@@ -15,7 +15,7 @@ from bray.envs.missing import what_is_missing
 from bray.envs.multi_agent import MultiAgentEnv, adapt_agents
 from bray.envs.registry import EnvContext, EnvOrigin, resolve
 from bray.envs.spaces import spec_from_gym
-from bray.envs.table import ALL_ONE, Seating, Table
+from bray.envs.table import ALL_ONE, Seating, TableEnv
 from bray.envs.teams import OneAgent, Teams
 from bray.errors import BrayError, ConfigError, EnvError
 from bray.spec import EnvSpec
@@ -100,7 +100,7 @@ class Builder:
         def make_spec(observation: Any, action: Any, global_state: bool, team: tuple[str, ...]) -> EnvSpec:
             return spec_from_gym(self.name, observation, action, limit, self.preprocessing(), global_state, team)
 
-        return Table(game, self.seating, self.name, make_spec, config.check)
+        return TableEnv(game, self.seating, self.name, make_spec, config.check)
 
     def agents(self) -> MultiAgentEnv | None:
         """The game of several agents that this is, before they are joined; None for one of a single agent."""
@@ -155,7 +155,7 @@ class Builder:
     def spec_of(self, env: Any, limit: int | None) -> EnvSpec:
         """The EnvSpec of an environment made here."""
         inner = env.unwrapped
-        if isinstance(inner, Table):
+        if isinstance(inner, TableEnv):
             spec = spec_from_gym(self.name, env.observation_space, env.action_space, limit, self.preprocessing())
             return dataclasses.replace(spec, sides=inner.sides, agents=tuple(inner.env.possible_agents))
         team = inner.members if isinstance(inner, OneAgent) else ()

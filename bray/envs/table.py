@@ -131,7 +131,7 @@ ALL_ONE = Seating()
 class _Side:
     """One side of a table: its seats, and what they see, written over step by step."""
 
-    def __init__(self, name: str, agents: Sequence[str], table: Table, env: MultiAgentEnv, make_spec: MakeSpec):
+    def __init__(self, name: str, agents: Sequence[str], table: TableEnv, env: MultiAgentEnv, make_spec: MakeSpec):
         self.name, self.agents, self.seats = name, tuple(agents), len(agents)
         first = self.agents[0]
         self.observation, self.action = table.seen_space(first), env.action_space(first)
@@ -176,7 +176,7 @@ class _Side:
         return {"obs": self.obs, "reward": self.reward, "flags": self.flags, "agent": self.agent}
 
 
-class Table(gym.Env):
+class TableEnv(gym.Env):
     """See the module. Arrays that it returns are written over by its next step."""
 
     def __init__(self, env: MultiAgentEnv, seating: Seating, name: str, make_spec: MakeSpec, check: bool = True):

@@ -189,7 +189,8 @@ class Experiment:
             spec_of = partial(self._side_spec, name) if self.is_game else partial(env_spec, setup.config["env"])
             config, choice = settle(setup.algo, setup.config, spec_of, not self.is_game)
             self.policies[name] = replace(setup, config=config)
-            logger.info("auto: %s: %s", name, choice)
+            if choice is not None:
+                logger.info("auto: %s: %s", name, choice)
         if self.policies:  # of the run as a whole, what holds for its first policy is said
             first = next(iter(self.policies.values())).config["run"]
             chosen = {key: getattr(first, key) for key in ("device", "num_workers", "inference")}
