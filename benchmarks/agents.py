@@ -48,20 +48,21 @@ class Crowd(MultiAgentEnv):
         return self._seen, self._paid, {ALL: self._t == 50}, {ALL: False}, {}
 
 
-class TwoCarts(MultiAgentEnv):
-    """Two CartPoles in one game that has no end: a pole that falls stands again in the step after."""
+class Carts(MultiAgentEnv):
+    """CartPoles in one game that has no end: a pole that falls stands again in the step after."""
 
-    def __init__(self) -> None:
-        self._carts = {name: gym.make("CartPole-v1").unwrapped for name in ("a", "b")}
+    def __init__(self, agents: int = 2) -> None:
+        self._carts = {f"cart_{i}": gym.make("CartPole-v1").unwrapped for i in range(agents)}
         self.possible_agents = list(self._carts)
-        cart = self._carts["a"]
+        cart = self._carts["cart_0"]
         self.observation_spaces = dict.fromkeys(self._carts, cart.observation_space)
         self.action_spaces = dict.fromkeys(self._carts, cart.action_space)
         self._steps = dict.fromkeys(self._carts, 0)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
         self._steps = dict.fromkeys(self._carts, 0)
-        return {name: cart.reset(seed=seed)[0] for name, cart in self._carts.items()}, {}
+        seeds = {name: None if seed is None else seed + i for i, name in enumerate(self._carts)}
+        return {name: cart.reset(seed=seeds[name])[0] for name, cart in self._carts.items()}, {}
 
     def step(self, actions: Agents) -> StepOfAgents:
         obs, paid, fallen, cut = {}, {}, {ALL: False}, {ALL: False}
@@ -102,7 +103,7 @@ def wrapped(turns: int = 5) -> dict[str, Any]:
         plain = bray.Experiment(
             "PPO", "CartPole-v1", path=f"{path}/p", **SETTINGS | {"num_envs": 16}, vector="inprocess"
         )
-        game = bray.Experiment("PPO", TwoCarts, path=f"{path}/g", **SETTINGS)
+        game = bray.Experiment("PPO", Carts, path=f"{path}/g", **SETTINGS)
         with plain, game:
             for turn in range(turns + 1):
                 for name, exp, key in (("plain", plain, "env_steps"), ("game", game, "agent_steps")):
