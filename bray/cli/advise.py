@@ -11,13 +11,17 @@ import numpy as np
 from bray import act
 from bray.algos import ALGORITHMS, get_algo, make_experience, refusal
 from bray.config.runfile import preset, scores
+from bray.data.experience import Replay
+from bray.data.rollouts import Rollouts
 from bray.diagnosis.advise import Candidate, Facts
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.vector import VecEnv
+from bray.errors import BrayError
 from bray.nn.catalog import ModelConfig
 from bray.spec import EnvSpec
 from bray.train.evaluate import eval_config, play
+from bray.train.games import Player, play_games
 
 EXPLORING = {"rnd": "rnd=1", "noisy": "noisy=true"}
 """Options of an algorithm that explore where chance does not find the reward, and how to switch them on."""
@@ -26,11 +30,25 @@ REPLAYED = ("replay", "sequences")
 _EPISODES, _STEPS = 8, 5_000  # of random play; it ends with the first of them
 
 
-def look_at(config: EnvConfig, seed: int = 0) -> tuple[EnvSpec, Facts]:
-    """Play a few episodes at random."""
+def look_at(config: EnvConfig, seed: int = 0) -> tuple[EnvSpec, Facts, bool]:
+    """Play a few episodes at random: spaces, facts, and whether it is a game of several agents; then the spaces are of
+    one of them."""
+    times: list[float] = []
     with make_vec(eval_config(config, _EPISODES), seed=seed) as env:
-        policy, engine = act.Policy(env.spec.layout, act.make_rule("dist")), _Uniform(env)
-        times: list[float] = []
+        if sides := env.spec.sides:
+            ((name, side),) = sides.items()
+            player = Player(_Uniform(side.spec, _EPISODES * side.seats), _at_random(side.spec))
+            matches = play_games(
+                env,
+                {name: player},
+                _EPISODES,
+                seed,
+                act.SAMPLE,
+                lambda source: times.append(time.perf_counter()),
+                _STEPS,
+            )
+            return side.spec, Facts(_rate(env, times), tuple(r for m in matches for r in m.returns.values())), True
+        policy, engine = _at_random(env.spec), _Uniform(env.spec, env.num_envs)
         ended = play(
             env,
             engine,
@@ -41,31 +59,49 @@ def look_at(config: EnvConfig, seed: int = 0) -> tuple[EnvSpec, Facts]:
             on_step=lambda step: times.append(time.perf_counter()),
             most_steps=_STEPS,
         )
-        seconds = float(np.median(np.diff(times))) if len(times) > 1 else np.inf  # the first step compiles
-        return env.spec, Facts(env.num_envs / seconds, tuple(r for r, _ in ended))
+        return env.spec, Facts(_rate(env, times), tuple(r for r, _ in ended)), False
+
+
+def _at_random(spec: EnvSpec) -> act.Policy:
+    return act.Policy(spec.layout, act.make_rule("dist"))
+
+
+def _rate(env: VecEnv, times: list[float]) -> float:
+    """Steps of environments in a second, by when each step of all of them had come."""
+    return env.num_envs / float(np.median(np.diff(times))) if len(times) > 1 else 0.0  # the first step compiles
 
 
 class _Uniform:
     """In place of a Model: all choices alike, numbers around the middle of their range."""
 
-    def __init__(self, env: VecEnv):
-        self._outputs = {"dist": np.zeros((env.num_envs, env.spec.layout.num_params), np.float32)}
+    def __init__(self, spec: EnvSpec, rows: int):
+        self._outputs = {"dist": np.zeros((rows, spec.layout.num_params), np.float32)}
 
     def forward(self, *inputs: Any) -> dict[str, np.ndarray]:
         return self._outputs
 
 
-def candidates(spec: EnvSpec) -> Iterator[Candidate]:
-    """The algorithms that take the spaces of an environment, and what is known of each."""
+def candidates(spec: EnvSpec, game: bool = False) -> Iterator[Candidate]:
+    """The algorithms that take the spaces of an environment, and what is known of each. `game`: of several agents; then
+    presets may join them into a team."""
     for name in ALGORITHMS:
         algo = get_algo(name)
-        if refusal(algo, spec):
+        if preset(name, spec.id) is None and (refusal(algo, spec) or (game and not _learns_in_games(algo, spec))):
             continue
         option = next((o for o in EXPLORING if hasattr(algo.Config(), o)), "")
         switch = "" if option and getattr(algo.Config(), option) else EXPLORING.get(option, "")
         has_preset = preset(name, spec.id) is not None
         found = tuple(s for s in scores() if (s["run"], s["env"]) == (name, spec.id) and s["must"] != "stay below")
         yield Candidate(name, learns_from(algo, spec) in REPLAYED, option, switch, has_preset, found)
+
+
+def _learns_in_games(algo: Any, spec: EnvSpec) -> bool:
+    """Whether an algorithm learns from rows of single agents, and has what else it needs."""
+    try:
+        algo.make_model(algo.Config(), spec, ModelConfig())
+    except BrayError:
+        return False
+    return isinstance(make_experience(algo, algo.Config(), spec, ModelConfig()), (Rollouts, Replay))
 
 
 def learns_from(algo: Any, spec: EnvSpec) -> str:

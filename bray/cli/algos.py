@@ -149,12 +149,13 @@ def _advise(env: str) -> None:
     from bray.cli.advise import candidates, look_at
     from bray.envs.config import EnvConfig
 
-    spec, seen = look_at(EnvConfig(id=env))
+    spec, seen, game = look_at(EnvConfig(id=env))
     returns = f"{short(min(seen.returns))} ... {short(max(seen.returns))}" if seen.returns else "no episode ended"
     if seen.sparse:
         returns += ": nothing that chance did made a difference, so exploration decides here"
     facts(
         [
+            *([("game", "of several agents; below what one of them sees and does")] if game else []),
             ("observations", _describe(spec.observation)),
             ("actions", _describe(spec.action)),
             ("speed", f"{seen.steps_per_second:,.0f} steps a second in this process"),
@@ -162,13 +163,14 @@ def _advise(env: str) -> None:
         ]
     )
     table = plain_table("try", "algorithm", "why")
-    ranked = rank(seen, candidates(spec))
+    ranked = rank(seen, candidates(spec, game))
     for place, advice in enumerate(ranked, 1):
         table.add_row("first" if place == 1 else str(place), Text(advice.name, "bold"), advice.why)
     say()
     put(table)
     for why, names in _refused(spec).items():
-        say(f"\nDo not fit: {', '.join(names)}: {why}", "dim")
+        if others := [name for name in names if name not in {advice.name for advice in ranked}]:
+            say(f"\nDo not fit: {', '.join(others)}: {why}", "dim")
     if ranked:
         say(f"\nbray train --run {ranked[0].name} --env {env} {ranked[0].options}".rstrip())
 

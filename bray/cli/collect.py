@@ -29,6 +29,11 @@ def episodes(
     action (in the environment's units), reward (raw), terminated, truncated `[T]`.
 
     With `steps` it is exactly that many in one environment instead; an episode that is cut by that is truncated."""
+    if exp.is_game:
+        raise ConfigError(
+            f"{exp.env_id} is a game of several agents, and files hold episodes of one: env.teams joins all agents "
+            "into one, whose episodes can be collected"
+        )
     served = exp.served
     if steps is not None:
         count, num_envs = steps, 1  # no episode is shorter than a step

@@ -68,8 +68,8 @@ class Rollout:
         use_compiled_draws()
         if env.spec.sides:
             raise ConfigError(
-                f"{env.spec.id} is a game of several agents, and this plays games of one: train, evaluate and collect "
-                "play such games (docs/agents.md); env.teams joins all agents into one that can do everything"
+                f"{env.spec.id} is a game of several agents, and this plays games of one: `bray train` and `bray eval` "
+                "play such games (docs/agents.md); env.teams joins all agents into one, which everything plays"
             )
         self.env, self.engine, self.policy, self.rng, self.mode, self.rewards = env, engine, policy, rng, mode, rewards
         self.games = env.num_envs

@@ -268,3 +268,13 @@ class Same(Scripted):
 def test_a_name_and_an_environment_are_one_too_many(capsys):
     assert main(["algos", "PPO", "--for", "CartPole-v1"]) == 2
     assert "takes a name (PPO) or --for CartPole-v1, not both" in capsys.readouterr().err
+
+
+def test_what_fits_a_game_of_several_agents_is_said_of_one_of_them(capsys):
+    assert main(["algos", "--for", "bray.envs.agent_games:Nim"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "of several agents; below what one of them sees and does" in out
+    assert "first PPO" in out
+    assert "chance finds nothing" not in out  # what one wins the other loses
+    assert "MAPPO" not in out.partition("Do not fit")[0]  # its critic needs a global state
+    assert "bray train --run PPO --env bray.envs.agent_games:Nim" in out
