@@ -355,7 +355,9 @@ def test_the_records_of_sound_runs_raise_no_alarm(record, caplog):
     runs: dict[object, list[dict[str, float]]] = {}
     for line in record.read_text().splitlines():
         runs.setdefault((row := json.loads(line)).get("seed"), []).append(row)
-    options = {"id": "ALE/Pong-v5"} if record.stem.startswith(("pong", "breakout")) else {}
+    options: dict[str, object] = {"id": "ALE/Pong-v5"} if record.stem.startswith(("pong", "breakout")) else {}
+    if record.stem == "pong-appo-auto":  # so many games that none has ended after 200,000 steps
+        options |= {"num_envs": 16, "num_workers": 16}
     for rows in runs.values():
         symptoms = Symptoms(options)
         for row in rows:
