@@ -284,7 +284,7 @@ class _Run:
         if self.replays and not now:  # it plays while it learns
             gain = 1.0 / max(1.0 - playing, playing / factor)
         keys: dict[str, Any] = {"num_workers": workers, "num_envs": max(1, total // workers)}
-        if self.replays and not now:  # so that the seed goes on to repeat
+        if self.replays and not now:  # so that another run of the seed is the same
             keys["lockstep"] = True
         return [Change(keys, gain if self.env_waits else min(gain, float(self.cores)), same=total > 1)]
 

@@ -12,7 +12,7 @@ import gymnasium as gym
 from bray.envs import atari, compat, observations, wrappers
 from bray.envs.config import EnvConfig
 from bray.envs.missing import what_is_missing
-from bray.envs.multi_agent import MultiAgentEnv, adapt_agents
+from bray.envs.multi_agent import MultiAgentEnv, adapt_agents, may_be_of_agents
 from bray.envs.registry import EnvContext, EnvOrigin, resolve
 from bray.envs.spaces import spec_from_gym
 from bray.envs.table import ALL_ONE, Seating, TableEnv
@@ -101,6 +101,15 @@ class Builder:
             return spec_from_gym(self.name, observation, action, limit, self.preprocessing(), global_state, team)
 
         return TableEnv(game, self.seating, self.name, make_spec, config.check)
+
+    @property
+    def may_have_agents(self) -> bool:
+        """Whether several agents may play it, as far as that shows before one is made: some take long to start."""
+        source = self.source
+        if source.registered or of_tensors(source):
+            return False
+        made = source.creator if isinstance(source.creator, type) else type(source.creator) if source.single else None
+        return made is None or may_be_of_agents(made)
 
     def agents(self) -> MultiAgentEnv | None:
         """The game of several agents that this is, before they are joined; None for one of a single agent."""

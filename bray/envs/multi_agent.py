@@ -14,6 +14,8 @@ from bray.errors import EnvError
 
 ALL = "__all__"
 """The key of `terminateds` and `truncateds` that speaks of the whole game."""
+_OF_AGENTS = {"MultiAgentEnv", "ParallelEnv", "AECEnv"}
+"""Base classes of games of several agents, by name: ours, RLlib's, PettingZoo's."""
 Agents = dict[str, Any]
 StepOfAgents = tuple[Agents, Agents, Agents, Agents, Agents]
 
@@ -228,9 +230,16 @@ def adapt_agents(env: Any) -> MultiAgentEnv | None:
     classes = _classes(env)
     if "AECEnv" in classes or (hasattr(env, "agent_selection") and hasattr(env, "possible_agents")):
         return TurnsOfAgents(env)
-    if classes & {"MultiAgentEnv", "ParallelEnv"} or hasattr(env, "possible_agents"):
+    if classes & _OF_AGENTS or hasattr(env, "possible_agents"):
         return AdaptedAgents(env)
     return None
+
+
+def may_be_of_agents(kind: type) -> bool:
+    """Whether objects of a class may be games of several agents: not those of Gymnasium's `Env` that say nothing of
+    agents."""
+    names = {c.__name__ for c in kind.__mro__}
+    return bool(names & _OF_AGENTS) or hasattr(kind, "possible_agents") or "Env" not in names
 
 
 def ended(agent: str, terminateds: Agents, truncateds: Agents) -> bool:

@@ -184,7 +184,7 @@ class TableEnv(gym.Env):
         self.env, self.name, self.check = env, name, check
         self.metadata, self.render_mode = dict(env.metadata), env.render_mode
         self.at = Game(0, -1, 0)
-        """The game that begins at the next reset; whoever resets says it."""
+        """The game that begins at the next reset; set before each reset."""
         agents = list(env.possible_agents)
         self._number = {agent: i for i, agent in enumerate(agents)}
         self._state_space = env.global_state_space

@@ -216,7 +216,7 @@ class Experiment:
         """Whether it plays games of several agents."""
         self._check_plays()
         c = self.config
-        if self.live or "data" in c.sections or Builder.of(c["env"]).source.gym_id is not None:
+        if self.live or "data" in c.sections or not Builder.of(c["env"]).may_have_agents:
             return False
         return bool(self._env_spec.sides)
 

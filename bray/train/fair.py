@@ -88,7 +88,7 @@ class Places:
         self._free: deque[_Place] = deque(maxlen=_REMEMBERED)
 
     def game(self, stream: int, rows: int) -> int:
-        """Of a session that sends so many rows now."""
+        """Of a session that sends `rows` rows now."""
         place = self._of.get(stream)
         if place is None:
             # the last one that was left: who ends a session to start another gets the same one back

@@ -4,8 +4,10 @@ import json
 import os
 import signal
 
+import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 import bray
 from bray.envs import EnvConfig, env_spec
@@ -186,3 +188,27 @@ def test_agents_with_other_spaces_need_policies_of_their_own():
     sides = env_spec(EnvConfig(Hunt, teams={"t": ["hunter_0", "hunter_1"]}), Seating(("t", "hunter_2"))).sides
     assert [side.seats for side in sides.values()] == [1, 1]
     assert sides["t"].spec.team == ("hunter_0", "hunter_1")
+
+
+class Counted(gym.Env):
+    """Says how often it was made."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, True, False, {}
+
+
+def test_an_environment_of_one_agent_is_made_once_to_be_played(tmp_path):
+    placed = {"device": "cpu", "num_workers": 0, "inference": "worker"}  # else a step may be timed
+    with bray.Experiment("PPO", Counted, num_envs=2, path=tmp_path, **placed, **SMALL) as exp:
+        exp.training  # noqa: B018
+    assert Counted.made == 2
