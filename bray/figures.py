@@ -161,6 +161,8 @@ def plot_learning_curve(axes: Any, run_dirs: PathLike | Sequence[PathLike]) -> N
     curves = [_returns(rows) for rows in results]
     if any(len(x) for x, _ in curves) or not evaluations:  # learning from files plays no episodes
         _draw(axes, curves, _COLORS[0], "training", [str(d) for d in dirs])
+    if len(dirs) == 1:
+        _draw_agents(axes, results[0])
     if len(dirs) > 1 and evaluations:
         _draw(axes, [e[:2] for e in evaluations], _COLORS[1], "evaluation", [str(d) for d in dirs])
     elif evaluations:
@@ -168,6 +170,15 @@ def plot_learning_curve(axes: Any, run_dirs: PathLike | Sequence[PathLike]) -> N
         axes.plot(x, mean, "o-", color=_COLORS[1], ms=4, lw=1.4, label="evaluation, greedy")
         if half.any():
             axes.fill_between(x, mean - half, mean + half, color=_COLORS[1], alpha=0.2, lw=0, label="95 % confidence")
+
+
+def _draw_agents(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A thin line for each agent of a game, as far as there are colours: the sum of all tells nothing where what one
+    wins another loses."""
+    keys = [key for key in (rows[-1] if rows else ()) if key.startswith("agent/") and key.endswith("/return_mean")]
+    for key, color in zip(keys, _COLORS[2:], strict=False):
+        name = key.removeprefix("agent/").removesuffix("/return_mean")
+        axes.plot(*series(rows, key), color=color, lw=1.0, label=f"{name}, training")
 
 
 def overlay(

@@ -307,7 +307,10 @@ def no_gradients(rows: Rows) -> Iterator[str]:
 
 @check("flat return", patience=0)
 def flat_return(rows: Rows) -> Iterator[str]:
-    """No better than at the start, or all alike at the longest that an episode lasts and never rewarded."""
+    """No better than at the start, or all alike at the longest that an episode lasts and never rewarded. Of a game of
+    several agents the return is a sum, which stands where what one wins another loses."""
+    if any(key.startswith("agent/") for key in rows.now):
+        return
     steps, got, (start, spread) = rows[ENV_STEPS], rows[_RETURN], rows.start
     stands, since, since_row = rows.stands
     cures = rows.helps("set rnd", "raise entropy_coef", "raise rollout_length", "raise num_envs", "lower lr")

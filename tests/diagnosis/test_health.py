@@ -283,6 +283,14 @@ def test_each_cause_is_said_once_and_only_after_its_patience(cause, caplog):
     assert len(warnings(caplog)) == 1
 
 
+@pytest.mark.parametrize("more", [{}, {"agent/first/return_mean": 0.5, "agent/second/return_mean": -0.5}])
+def test_a_sum_that_stands_is_no_flat_return_of_agents(more):
+    symptoms = Symptoms(OPTIONS)
+    for _ in range(60):
+        symptoms.look({**EPISODES, **SOUND, **SIGNS["flat return"][0], **more})
+    assert ("flat return" in symptoms.told) == (not more)
+
+
 @pytest.mark.parametrize("cause", [c for c in SIGNS if CHECKS[c][0] > 0])
 def test_a_bad_row_now_and_then_is_nothing(cause, caplog):
     changed, patience = SIGNS[cause]

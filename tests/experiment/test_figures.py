@@ -7,6 +7,7 @@ import json
 import imageio.v2 as imageio
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from bray.errors import ConfigError, DataError
 from bray.figures import learning_curve, mean_and_std, overlay, plot_learning_curve, read_results, series, thousands
@@ -216,3 +217,18 @@ def test_videos_of_wrong_frames_are_refused(tmp_path, name, data, fps, error, me
     with pytest.raises(error, match=message):
         write_video(data, tmp_path / name, fps)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_agent_of_a_game_has_a_line(tmp_path):
+    agents = ("first", "second")
+    rows = [
+        {"env_steps_total": n, "episodes_total": 40, "episode_return_mean": 0.0}
+        | {f"agent/{agent}/return_mean": sign * n / 100 for agent, sign in zip(agents, (1, -1), strict=True)}
+        for n in (10, 20, 30)
+    ]
+    (tmp_path / "result.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    axes = Figure().subplots()
+    plot_learning_curve(axes, tmp_path)
+    lines = {line.get_label(): line.get_ydata().tolist() for line in axes.get_lines()}
+    assert lines["first, training"] == [0.1, 0.2, 0.3]
+    assert lines["second, training"] == [-0.1, -0.2, -0.3]
