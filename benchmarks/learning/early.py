@@ -45,10 +45,12 @@ def ours(run: str, env_id: str, seed: int, at: list[int], assignments: list[str]
         config=dict(parse_assignments(assignments).values),
     )
     returns = {}
-    for row in exp.train(stop={"env_steps_total": max(at)}):
-        if row["env_steps_total"] in at:
-            found = play(env_id, lambda obs, env: exp.policy(obs), EPISODES)
-            returns[row["env_steps_total"]] = statistics.fmean(found)
+    for steps in sorted(at):
+        for _ in exp.train(stop={"env_steps_total": steps}):
+            pass
+        found = play(env_id, lambda obs, env: exp.policy(obs), EPISODES)
+        returns[steps] = statistics.fmean(found)
+        print(json.dumps([run, env_id, seed, " ".join(assignments), returns]), file=sys.stderr, flush=True)
     exp.close()
     return returns
 
