@@ -64,6 +64,9 @@ def _flags(options: Train, flags: ConfigSource) -> ConfigSource:
     """The flags that set config keys, with those that name what runs."""
     texts = flags.texts or {}
     values: dict[str, Any] = {section: dict(keys) for section, keys in flags.values.items()}
+    if "data" in values and not options.live and values.get("live", {}).keys() <= {"obs", "actions"}:
+        values["data"] |= values.pop("live", {})  # --obs and --actions are of whatever has no spaces of its own
+        texts = {("data" if key[0] == "live" else key[0], *key[1:]): text for key, text in texts.items()}
     if options.live:
         values.setdefault("live", {})
     elif "live" in values and options.resume is None:

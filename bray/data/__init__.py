@@ -8,14 +8,17 @@ from bray.data.limit import RateLimit
 from bray.data.piece import Piece, nstep, unroll
 from bray.data.ring import ReplayRing
 from bray.data.rollouts import Rollouts
+from bray.data.sources import DataSet, EpisodeSource, open_data
 from bray.data.store import PrioritizedBuffer, ReplayBuffer
 
 __all__ = [
     "Batch",
     "Counts",
+    "DataSet",
     "Dataset",
     "EndOfData",
     "EpisodeReader",
+    "EpisodeSource",
     "EpisodeWriter",
     "Episodes",
     "Experience",
@@ -29,6 +32,7 @@ __all__ = [
     "Rollouts",
     "Sequences",
     "nstep",
+    "open_data",
     "to_pickle",
     "unroll",
     "write_episodes",

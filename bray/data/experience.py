@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from bray import tree
-from bray.data.piece import Piece, nstep, oldest
+from bray.data.piece import Piece, oldest
 from bray.data.ring import ReplayRing
+from bray.data.transitions import Transitions, bytes_of_row
 from bray.errors import CheckpointError, ConfigError, DataError
 from bray.schedules import Schedule, make_schedule
 from bray.tree import NestedArray
@@ -454,76 +455,142 @@ class Sequences(Replay):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+class Pieces(Protocol):
+    """Pieces that can be read in any order (`bray.train.source.FileSource`)."""
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Transitions of each."""
+
+    def read(self, i: int) -> Piece | None:
+        """Piece i; None where it is left out."""
+
+
 class Dataset(Experience):
     """All transitions of a source that ends, in a new random order each epoch; batches as those of `Replay`, without
-    priorities."""
+    priorities.
+
+    Pieces are given to it (`add`), or it reads them itself (`read_from`): as many at a time as fit into `memory` bytes.
+    Where that is not all of them, each epoch deals the episodes out anew, into parts that are read and shuffled one
+    after the other."""
 
     def __init__(self, batch_size: int, epochs: int = 1, gamma: float = 0.99, n_step: int = 1):
         if batch_size < 1 or epochs < 1:
             raise ConfigError(f"a Dataset has batch_size >= 1 and epochs >= 1, got {batch_size} and {epochs}")
         self.batch_size, self.epochs, self.gamma, self.n_step = batch_size, epochs, gamma, n_step
-        self._parts: list[dict[str, NestedArray]] = []
-        self._rows: dict[str, NestedArray] | None = None
-        self._order = np.zeros(0, np.int64)
-        self.epoch = self._at = 0
+        self._rows = Transitions(n_step, gamma)
+        """Those in memory."""
+        self._order = np.zeros(0, np.int64)  # of them, those that are still to be learnt from in this epoch
+        self._left: list[dict[str, NestedArray]] = []  # of the part before: shapes of batches stay the same
+        self._pieces: Pieces | None = None
+        self._memory = 0
+        self._episodes = np.zeros(0, np.int64)  # in the order of this epoch
+        self._part = (0, 0)  # of these, the ones in memory
+        self._complete = False
+        self.count = 0
+        """Transitions of an epoch."""
+        self.epoch = 0
         self.seed(0)
 
     def seed(self, seed: int) -> None:
         self.rng = np.random.default_rng([seed, 2])
 
+    def read_from(self, pieces: Pieces, memory: int) -> None:
+        """Read pieces as they are needed, instead of being given them."""
+        self._pieces, self._memory = pieces, memory
+
     def add(self, piece: Piece) -> None:
-        if self._rows is not None:
+        if self._complete:
             raise DataError("this Dataset is complete: no more pieces are taken")
-        self._parts.append(transitions(piece, self.n_step, self.gamma))
+        self._rows.add(piece)
 
     def complete(self) -> None:
-        if not sum(len(p["reward"]) for p in self._parts):
+        self._complete = True
+        if self._pieces is not None:
+            self._rows_at_once = self._rows_that_fit(self._pieces)
+            self.count = int(self._pieces.steps.sum())
+            new = self._part == (0, 0)
+            if new:
+                self._episodes = np.arange(len(self._pieces.steps))
+            if not new or self.epoch or self.count <= self._rows_at_once:
+                self._read(*((0, len(self._episodes)) if new else self._part))
+        if self._pieces is None or self._reads_once:
+            self.count = len(self._rows)
+        if not self.count:
             raise DataError("the data set has no transitions to learn from")
-        self._rows, self._parts = tree.concat(self._parts), []
+
+    @property
+    def _reads_once(self) -> bool:
+        return self._part == (0, len(self._episodes))
+
+    def _rows_that_fit(self, pieces: Pieces) -> int:
+        """By the first piece that can be read."""
+        for i in range(len(pieces.steps)):
+            if (piece := pieces.read(i)) is not None:
+                return max(1, int(self._memory / bytes_of_row(piece)))
+        raise DataError("the data set has no transitions to learn from")
+
+    def _read(self, start: int, end: int) -> None:
+        """Have these in memory, by their place in the order of the epoch, and nothing else."""
+        assert self._pieces is not None
+        chosen = self._episodes[start:end]
+        self._rows = Transitions(self.n_step, self.gamma)  # the old ones go before the new ones come
+        self._rows = Transitions(self.n_step, self.gamma, int(self._pieces.steps[chosen].sum()), len(chosen))
+        for i in chosen.tolist():
+            if (piece := self._pieces.read(i)) is not None:
+                self._rows.add(piece)
+        self._part = (start, end)
+
+    def _next_part(self) -> None:
+        """The transitions that come after those in memory, in random order. What is left of these comes first."""
+        if len(self._order):
+            self._left.append(self._rows.take(self._order))
+            self._order = self._order[:0]
+        once = self._pieces is None or self._reads_once
+        if once or self._part[1] in (0, len(self._episodes)):
+            if self.epoch == self.epochs:
+                raise EndOfData(f"{self.epochs} epochs of {self.count:,} transitions are learnt")
+            self.epoch += 1
+            if not once:
+                assert self._pieces is not None
+                self._episodes, self._part = self.rng.permutation(len(self._pieces.steps)), (0, 0)
+        if not once:
+            assert self._pieces is not None
+            start = self._part[1]
+            rows = np.cumsum(self._pieces.steps[self._episodes[start:]])
+            self._read(start, start + max(1, int(np.searchsorted(rows, self._rows_at_once, "right"))))
+        self._order = self.rng.permutation(len(self._rows))
 
     def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
-        if self._rows is None:
+        if not self._complete:
             return None
-        count = len(self._rows["reward"])
-        size = min(
-            self.batch_size, count
-        )  # what is left at the end of an epoch comes first in the next: shapes stay fixed
-        while len(self._order) - self._at < size:
-            if self.epoch == self.epochs:
-                raise EndOfData(f"{self.epochs} epochs of {count:,} transitions are learnt")
-            self._order = np.concatenate([self._order[self._at :], self.rng.permutation(count)])
-            self._at, self.epoch = 0, self.epoch + 1
-        rows = self._order[self._at : self._at + size]
-        self._at += size
-        return Batch(tree.map(lambda x: x[rows], self._rows), size)
+        size = min(self.batch_size, self.count)
+        while (left := sum(len(part["reward"]) for part in self._left)) + len(self._order) < size:
+            self._next_part()
+        parts, self._left = self._left, []
+        if left < size:
+            parts.append(self._rows.take(self._order[: size - left]))
+            self._order = self._order[size - left :]
+        return Batch(tree.concat(parts) if len(parts) > 1 else parts[0], size)
 
     def wait_reason(self) -> str:
         return "the files are still being read"
 
     def newest_obs(self, rows: int) -> NestedArray | None:
-        return None if self._rows is None else tree.map(lambda x: x[-rows:], self._rows["obs"])
+        return self._rows.newest_obs(rows) if self._complete and len(self._rows) else None
 
     def get_state(self, directory: Path | None) -> dict[str, Any]:
-        json = {"rng": self.rng.bit_generator.state, "epoch": self.epoch, "at": self._at}
-        return {"arrays": {"order": self._order}, "json": json}
+        json = {"rng": self.rng.bit_generator.state, "epoch": self.epoch, "at": 0, "part": list(self._part)}
+        left = tree.concat(self._left) if self._left else {}
+        return {"arrays": {"order": self._order, "left": left, "episodes": self._episodes}, "json": json}
 
     def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
-        self._order = np.array(state["arrays"]["order"], np.int64)
-        self.rng.bit_generator.state = state["json"]["rng"]
-        self.epoch, self._at = int(state["json"]["epoch"]), int(state["json"]["at"])
+        arrays, json = state["arrays"], state["json"]
+        self._order = np.array(arrays["order"][int(json["at"]) :], np.int64)
+        self._left = [left] if (left := arrays.get("left")) else []
+        self.rng.bit_generator.state = json["rng"]
+        self.epoch = int(json["epoch"])
+        if "part" in json:
+            start, end = json["part"]
+            self._part, self._episodes = (int(start), int(end)), np.array(arrays["episodes"], np.int64)
         return True
-
-
-def transitions(piece: Piece, n_step: int, gamma: float) -> dict[str, Any]:
-    """The valid rows of a piece as transitions `[N, ...]`, each with the observation that it bootstraps from."""
-    total, discount, after = nstep(piece, n_step, gamma)
-    row, env = np.nonzero(piece.valid)
-    return {
-        "obs": tree.index(piece.obs, (row, env)),
-        "action": tree.index(piece.action, (row, env)),
-        "reward": total[row, env],
-        "discount": discount[row, env],
-        "next_obs": tree.index(piece.obs, (after[row, env], env)),
-        "weight": np.ones(len(row), np.float32),
-        **tree.index(piece.extras, (row, env)),
-    }

@@ -26,6 +26,8 @@ import zstandard
 from bray import tree
 from bray.errors import DataError
 from bray.rundir.files import write_atomic
+from bray.rundir.reader import read_json
+from bray.spec import EnvSpec
 from bray.tree import NestedArray
 
 SUFFIX = ".episodes"
@@ -35,6 +37,9 @@ _END = b"BRAYEPIX"
 _FOOT = struct.Struct("<QQ8s")
 MAX_EPISODE = 1 << 32
 """Bytes of one episode in memory."""
+LARGE_EPISODE = 1 << 30
+"""Bytes beyond which an episode that is stored in less than `1 / MOST_SQUEEZED` of its size is refused."""
+MOST_SQUEEZED = 500
 _COLUMNS = ("obs", "action", "reward", "terminated", "truncated")
 _MAX_STACK = 16
 
@@ -58,7 +63,7 @@ class EpisodeWriter:
         self._number = _next_number(self.prefix)
 
     def write(self, episode: Episode) -> None:
-        steps = _check(episode)
+        steps = check_columns(episode)
         raw = tree.pack(_squeeze(episode))
         if (size := max(len(raw), tree.nbytes(episode))) > MAX_EPISODE:
             raise DataError(f"an episode of {size} bytes; the most is {MAX_EPISODE}. Write it in parts.")
@@ -126,11 +131,12 @@ class EpisodeReader(Sequence[Episode]):
                 self.paths = [path]
         else:
             self.paths = [Path(p) for p in source]
-        self._entries: list[tuple[Path, int, int, int]] = []
+        self.notes: list[str] = []
+        self._entries: list[tuple[Unchanged, int, int, int]] = []
         steps: list[int] = []
         for path in self.paths:
-            index = _read_index(path)
-            self._entries += [(path, o, s, r) for o, s, r, _ in index]
+            index, file = _read_index(path), Unchanged(path)
+            self._entries += [(file, o, s, r) for o, s, r, _ in index]
             steps += [n for *_, n in index]
         self.steps = np.array(steps, np.int64)
         """Transitions of each episode."""
@@ -143,11 +149,29 @@ class EpisodeReader(Sequence[Episode]):
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(len(self)))]
-        path, offset, size, raw = self._entries[i]
-        with open(path, "rb") as f:
+        file, offset, size, raw = self._entries[i]
+        with open(file.path, "rb") as f:
             f.seek(offset)
             block = f.read(size)
-        return _read_block(path, block, raw, int(self.steps[i]))
+        file.check()
+        try:
+            return _read_block(block, raw, int(self.steps[i]))
+        except (zstandard.ZstdError, DataError, MemoryError) as e:
+            raise DataError(f"{self.where(i)}: damaged episode ({e})") from None
+
+    @property
+    def spec(self) -> EnvSpec | None:
+        """The spaces, by spec.json beside the files or one folder above."""
+        for folder in (self.paths[0].parent, self.paths[0].parent.parent) if self.paths else ():
+            if (folder / "spec.json").exists():
+                return EnvSpec.from_json(read_json(folder / "spec.json"))
+        return None
+
+    def where(self, i: int) -> str:
+        """File and episode, for messages."""
+        file = self._entries[i][0]
+        first = next(k for k, entry in enumerate(self._entries) if entry[0] is file)
+        return f"{file.path}, episode {i - first}"
 
     def __iter__(self) -> Iterator[Episode]:
         return (self[i] for i in range(len(self)))
@@ -176,7 +200,7 @@ def to_pickle(path: Path | str, episodes: Iterable[Episode]) -> None:
     episode, each a list per step), for tools that read that. We write pickles on request and never read them."""
     out: dict[str, list[Any]] = {k: [] for k in ("state", "action", "reward", "next_state", "terminated", "info")}
     for episode in episodes:
-        n = _check(episode)
+        n = check_columns(episode)
         out["state"].append(tree.split(tree.index(episode["obs"], slice(0, n)), n))
         out["next_state"].append(tree.split(tree.index(episode["obs"], slice(1, n + 1)), n))
         out["action"].append(tree.split(episode["action"], n))
@@ -194,7 +218,7 @@ def _next_number(prefix: Path) -> int:
     return max((int(m[1]) + 1 for m in found if m), default=0)
 
 
-def _check(episode: Episode) -> int:
+def check_columns(episode: Episode) -> int:
     """Number of transitions of an episode whose columns fit together."""
     if not isinstance(episode, dict) or any(k not in episode for k in _COLUMNS):
         got = sorted(episode) if isinstance(episode, dict) else type(episode).__name__
@@ -282,26 +306,53 @@ def _read_index(path: Path) -> list[tuple[int, int, int, int]]:
     return rows  # type: ignore[return-value]
 
 
-def _read_block(path: Path, block: bytes, raw: int, steps: int) -> Episode:
-    try:
-        frame = zstandard.get_frame_parameters(block)
-        if frame.content_size != raw:
-            raise DataError(f"an episode of {frame.content_size} bytes, the index says {raw}")
-        data = zstandard.ZstdDecompressor().decompress(block, max_output_size=raw)
-        content = tree.unpack(data)
-        if not isinstance(content, dict) or content.keys() != {"episode", "stacks"}:
-            raise DataError("a block that is not an episode")
-        if (
-            not isinstance(content["stacks"], dict)
-            or not isinstance(content["episode"], dict)
-            or "obs" not in content["episode"]
-        ):
-            raise DataError("a block that is not an episode")
-        if not all(isinstance(k, np.ndarray) for k in content["stacks"].values()):
-            raise DataError("a block that is not an episode")
-        episode = _unsqueeze(content)
-        if _check(episode) != steps:
-            raise DataError(f"an episode of {len(episode['reward'])} steps, the index says {steps}")
-        return episode
-    except (zstandard.ZstdError, DataError, MemoryError) as e:
-        raise DataError(f"{path}: damaged episode ({e})") from None
+def _read_block(block: bytes, raw: int, steps: int) -> Episode:
+    frame = zstandard.get_frame_parameters(block)
+    if frame.content_size != raw:
+        raise DataError(f"an episode of {frame.content_size} bytes, the index says {raw}")
+    check_size(raw, len(block))
+    data = zstandard.ZstdDecompressor().decompress(block, max_output_size=raw)
+    content = tree.unpack(data)
+    if not isinstance(content, dict) or content.keys() != {"episode", "stacks"}:
+        raise DataError("a block that is not an episode")
+    if (
+        not isinstance(content["stacks"], dict)
+        or not isinstance(content["episode"], dict)
+        or "obs" not in content["episode"]
+    ):
+        raise DataError("a block that is not an episode")
+    if not all(isinstance(k, np.ndarray) for k in content["stacks"].values()):
+        raise DataError("a block that is not an episode")
+    episode = _unsqueeze(content)
+    if check_columns(episode) != steps:
+        raise DataError(f"an episode of {len(episode['reward'])} steps, the index says {steps}")
+    return episode
+
+
+def check_size(size: int, stored: int) -> None:
+    """Raise DataError for an episode that cannot be held, or that is there only to fill the memory of who reads it."""
+    if size > MAX_EPISODE:
+        raise DataError(f"an episode of {size} bytes; the most is {MAX_EPISODE}. Write it in parts.")
+    if size > LARGE_EPISODE and size > MOST_SQUEEZED * stored:
+        raise DataError(
+            f"{stored} bytes that say they are an episode of {size} are not read: they only fill the memory"
+        )
+
+
+class Unchanged:
+    """A file that must stay as it was when it was opened."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._stamp = self._look()
+
+    def _look(self) -> tuple[int, int, int]:
+        try:
+            found = os.stat(self.path)
+        except OSError as e:
+            raise DataError(f"{self.path} cannot be read ({e.strerror})") from None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def check(self) -> None:
+        if self._look() != self._stamp:
+            raise DataError(f"{self.path} changed while it was read: write to another file, and begin again")

@@ -227,9 +227,20 @@ class LiveConfig(LearnConfig, ServiceSettings, LiveGames):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Trajectory files to learn from, in place of an environment."""
+    """Files of episodes to learn from, in place of an environment."""
 
     files: Annotated[str, Flag("--data", metavar="FILES")] = ""
-    """Learn from trajectory files: a directory, a file, or a pattern such as 'runs/*/trajectories/*.episodes'."""
+    """Learn from files of episodes: a directory, a file, or a pattern such as 'runs/*/trajectories/*.episodes'. Ours,
+    npz, HDF5 of Minari or D4RL, RLlib's JSON lines (docs/data.md)."""
     epochs: Count = 10
     """How often every transition is learnt from."""
+    obs: Any = None
+    """The observation in files that do not say theirs: 'float32[6]', or a dict of such; on the command line --obs."""
+    actions: Any = None
+    """The action in files that do not say theirs: 3 (choices) or 'float32[2] -1..1'; on the command line --actions."""
+    skip_broken: Annotated[bool, Flag()] = False
+    """Leave out episodes of files that are damaged or do not fit the spaces, and count them (`data/broken`); else the
+    first one ends the run."""
+    memory_mb: Count = 2048
+    """Memory for transitions of files, in MB. Where they need more, each epoch reads the files in parts, of episodes
+    that are drawn anew."""

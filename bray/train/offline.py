@@ -1,22 +1,19 @@
-"""Training from trajectory files (`bray collect` writes them), without an environment."""
+"""Training from files of episodes (`bray.data.sources` says which), without an environment."""
 
 from __future__ import annotations
 
-import glob
 import logging
-from pathlib import Path
 from typing import Any
 
 from bray.data.episodes import Episodes
 from bray.data.experience import Dataset, Experience, Replay, Sequences
-from bray.data.files import EpisodeReader
 from bray.data.generation import Generation
 from bray.data.rollouts import Rollouts
+from bray.data.sources import given_spec, guess, open_data
 from bray.envs.build import agent_spec
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
-from bray.rundir import read_json
 from bray.spec import EnvSpec
 from bray.train.config import DataConfig, RunConfig
 from bray.train.device import resolve_device
@@ -52,28 +49,30 @@ class FileTraining(Driver):
                 "" if env.id != ID else ", with --env ENV for an environment to play in",
             )
         self.device = resolve_device(run.device)
-        self.reader = EpisodeReader(find_files(data.files))
-        self.spec = file_spec(self.reader.paths[0], env)
+        self.data = open_files(data, env)
+        self.spec = self.data.spec
+        for note in self.data.notes:
+            logger.warning("%s", note)
         side = make_side(algo, run, self.spec, model, config)
         if is_recurrent(side.model):
             raise ConfigError("a model with memory cannot learn from single transitions of files: set use_lstm=false")
         side.experience = as_dataset(side.experience, run.algorithm, config, data.epochs)
         side.experience.seed(run.seed)
-        super().__init__([side], [FileSource(self.reader, self.spec.layout)])
+        dataset = side.experience if isinstance(side.experience, Dataset) else None
+        source = FileSource(self.data, self.spec.layout, reads_itself=dataset is not None)
+        if dataset is not None:
+            dataset.read_from(source, data.memory_mb * 1_000_000)
+        super().__init__([side], [source])
         if "env_steps_total" in run.stop:
             logger.warning(
                 "env_steps_total (--steps) counts what is read from files, and all %s steps are read before the first "
                 "one is learnt from: the run ends with its first iteration. Say how much to learn by data.epochs, or "
                 "by --stop '{\"learner_steps_total\": N}'",
-                f"{self.reader.steps.sum():,}",
+                f"{self.data.steps.sum():,}",
             )
 
     def describe(self) -> str:
-        files = len(self.reader.paths)
-        return (
-            f"{len(self.reader):,} episodes of {files} file{'s' if files > 1 else ''}, {self.reader.steps.sum():,} "
-            "steps"
-        )
+        return f"{len(self.data):,} episodes of files, {self.data.steps.sum():,} steps"
 
     def learn(self, total: Any = None, one: bool = False) -> int:
         """Several batches an iteration: a row for each would cost more than learning from it."""
@@ -83,35 +82,26 @@ class FileTraining(Driver):
         return count
 
 
-def find_files(pattern: str) -> str | list[str]:
-    """What `--data` names, for an EpisodeReader."""
-    if Path(pattern).is_dir():
-        return pattern
-    found = sorted(glob.glob(pattern, recursive=True))
-    if not found:
+def open_files(data: DataConfig, env: EnvConfig) -> Any:
+    """The data set of a config. Its spaces are an environment's where one is named, else those of `data.obs` and
+    `data.actions`, else those that the files say."""
+    spec = agent_spec(env) if env.id != ID else None
+    if spec is None and not (data.obs is None and data.actions is None):
+        spec = given_spec(data.obs, data.actions)
+    files = open_data(data.files, spec, data.skip_broken)
+    if files.spec is None:
+        obs, actions = guess(files[0]) if len(files) else ("float32[4]", "2")
         raise ConfigError(
-            f"--data {pattern}: expected a directory, a file or a pattern of trajectory files, found none"
+            f"{data.files} does not say what observations and actions are (spec.json or metadata.json beside the files "
+            f"would): name the environment with --env, or the spaces, such as --obs '{obs}' --actions '{actions}'"
         )
-    return found
-
-
-def file_spec(file: Path, env: EnvConfig) -> EnvSpec:
-    """The spaces: an environment's where one is named, else those of spec.json beside the files or one directory
-    above."""
-    if env.id != ID:
-        return agent_spec(env)
-    for folder in (file.parent, file.parent.parent):
-        if (folder / "spec.json").exists():
-            return EnvSpec.from_json(read_json(folder / "spec.json"))
-    raise ConfigError(
-        f"{file.parent} has no spec.json, which says what observations and actions are (`bray collect` writes it): "
-        "copy that of the run there, or name the environment with --env"
-    )
+    return files
 
 
 def data_spec(data: DataConfig, env: EnvConfig) -> EnvSpec:
-    """`file_spec` of the files of a config."""
-    return file_spec(EpisodeReader(find_files(data.files)).paths[0], env)
+    """The spaces of the files of a config."""
+    spec: EnvSpec = open_files(data, env).spec
+    return spec
 
 
 def as_dataset(experience: Experience, algorithm: str, config: Any, epochs: int) -> Experience:

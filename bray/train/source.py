@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import numpy as np
 from bray import tree
 from bray.act import Clock
 from bray.data.experience import Counts, EndOfData
-from bray.data.files import EpisodeReader
 from bray.data.piece import Piece
+from bray.data.sources import DataSet, open_data
 from bray.envs.vector import VecEnv
 from bray.errors import ConfigError
 from bray.spec import ActionLayout, Space
@@ -103,30 +103,51 @@ class Source:
 
 
 class FileSource(Source):
-    """Trajectory files of ours (`bray collect`), an episode at a time, once. Files hold actions in the environment's
-    units; with the `layout` of its action space they become what a learner wants."""
+    """Files of episodes (`bray.data.open_data`), an episode at a time, once. Files hold actions in the environment's
+    units; with the `layout` of its action space they become what a learner wants. `reads_itself`: an experience asks
+    for the episodes that it needs (`read`), and none come by themselves."""
 
     exact = True
 
-    def __init__(self, files: EpisodeReader | str | Path | Iterable[str | Path], layout: ActionLayout | None = None):
-        self._layout = layout
-        self._reader = files if isinstance(files, EpisodeReader) else EpisodeReader(files)
+    def __init__(
+        self,
+        files: Sequence[Any] | str | Path,
+        layout: ActionLayout | None = None,
+        reads_itself: bool = False,
+    ):
+        self._layout, self._reads_itself = layout, reads_itself
+        self._reader: Any = open_data(files) if isinstance(files, (str, Path)) else files
         self._at = self._told = 0
         self._returns: dict[int, float] = {}  # by episode
 
+    @property
+    def steps(self) -> np.ndarray:
+        steps: np.ndarray = self._reader.steps
+        return steps
+
+    def read(self, i: int) -> Piece | None:
+        """Episode i, unless it is left out."""
+        episode = self._reader.read(i) if isinstance(self._reader, DataSet) else self._reader[i]
+        if episode is None:
+            return None
+        self._returns[i] = float(np.sum(episode["reward"], dtype=np.float64))
+        return episode_piece(episode, i, self._layout)
+
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         if self._at >= len(self._reader):
-            raise EndOfData("all trajectory files are read")
-        episode = self._reader[self._at]
-        piece = episode_piece(episode, self._at, self._layout)
-        self._returns[self._at] = float(np.sum(episode["reward"], dtype=np.float64))
-        self._at += 1
-        return [piece], Counts() if self._at <= self._told else Counts(piece.length)
+            raise EndOfData("all files of episodes are read")
+        start, self._at = self._at, len(self._reader) if self._reads_itself else self._at + 1
+        pieces = [] if self._reads_itself or (piece := self.read(start)) is None else [piece]
+        new = slice(max(start, self._told), self._at)  # counted once
+        return pieces, Counts(int(self.steps[new].sum()))
 
     def numbers(self) -> dict[str, float]:
         """Of the episodes in the files: whoever learns from them did not play them, so they are not counted as its."""
+        if not self._returns:
+            return {}
         returns = self._returns.values()
-        return {"data/episodes": len(returns), "data/return_mean": sum(returns) / len(returns)} if returns else {}
+        out = {"data/episodes": len(returns), "data/return_mean": sum(returns) / len(returns)}
+        return out | ({"data/broken": len(broken)} if (broken := getattr(self._reader, "broken", {})) else {})
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:
         return {"arrays": {}, "json": {"episodes": max(self._at, self._told)}}

@@ -10,7 +10,7 @@ import bray
 from bray.cli.main import main
 from bray.data.experience import EndOfData, Replay
 from bray.data.files import EpisodeWriter
-from bray.errors import ConfigError
+from bray.errors import ConfigError, DataError
 from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.rundir import RunDir
@@ -114,7 +114,7 @@ def test_an_environment_to_play_in_brings_no_preset(files, tmp_path):
 def test_files_without_their_spaces_need_an_environment(tmp_path):
     with EpisodeWriter(tmp_path / "a" / "b" / "episodes", 10) as writer:
         writer.write(episode())
-    with pytest.raises(ConfigError, match="which says what observations and actions are"):
+    with pytest.raises(ConfigError, match=r"does not say what observations and actions are .* --obs 'float32\[4\]'"):
         _ = Experiment(run="DQN", data=tmp_path / "a" / "b").training
     _ = Experiment(run="DQN", data=tmp_path / "a" / "b", env=ENV).training
 
@@ -151,3 +151,45 @@ def test_a_replay_that_is_resumed_has_the_rows_of_the_files_once(files, tmp_path
     resumed.set_state(state, weights, tmp_path)
     assert read_all(resumed) == whole
     assert resumed.env_steps == original.env_steps == 2400
+
+
+def columns_of(folder):
+    """The files as one npz, which does not say its spaces."""
+    data = bray.EpisodeReader(folder).transitions()
+    names = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
+    np.savez(folder.parent / "foreign.npz", **{name: data[name] for name in names})
+    return folder.parent / "foreign.npz"
+
+
+def test_a_foreign_file_trains_as_ours_does_with_spaces_from_the_command_line(files, tmp_path, capsys):
+    foreign = columns_of(files)
+    words = ["train", "--run", "DQN", "--project", str(tmp_path), *SETTINGS, "data.epochs=1"]
+    assert main([*words, "--trial", "ours", "--data", str(files)]) == 0
+    assert main([*words, "--trial", "a", "--data", str(foreign)]) == 2
+    said = capsys.readouterr().err
+    assert "does not say what observations and actions are" in said
+    assert "--obs 'float32[4]' --actions '3'" in said
+    assert main([*words, "--trial", "b", "--data", str(foreign), "--obs", "float32[4]", "--actions", "3"]) == 0
+    ours, theirs = (Experiment.load(tmp_path / name).training.weights() for name in ("ours", "b"))
+    for name, value in ours.items():
+        np.testing.assert_array_equal(theirs[name], value)
+
+
+def test_transitions_that_do_not_fit_into_memory_are_learnt_from_in_parts(files, tmp_path):
+    exp = Experiment(run="DQN", data=files, path=tmp_path / "a", epochs=2, fcnet_hiddens=[8], batch_size=100)
+    exp.training.experience.read_from(exp.training.sources[0], 20_000)  # of 2,400 transitions
+    row = list(exp.train())[-1]
+    assert row["learner_steps_total"] == 2 * 2400 // 100
+    assert row["data/episodes"] == 300
+
+
+def test_broken_episodes_end_a_run_or_are_left_out(files, tmp_path):
+    bad = [{**episode(), "reward": np.full(8, np.nan, np.float32)}, episode()]
+    with EpisodeWriter(tmp_path / "bad" / "episodes", 10) as writer:
+        for one in bad:
+            writer.write(one)
+    config = {"run": "DQN", "data": tmp_path / "bad", "env": ENV, "epochs": 3, "batch_size": 4, "fcnet_hiddens": [8]}
+    with pytest.raises(DataError, match=r"episode 0: step 0: reward is nan\. --skip-broken"):
+        list(Experiment(**config, path=tmp_path / "a").train())
+    row = list(Experiment(**config, skip_broken=True, path=tmp_path / "b").train())[-1]
+    assert (row["data/broken"], row["data/episodes"], row["learner_steps_total"]) == (1, 1, 6)
