@@ -202,6 +202,24 @@ def overlay(
     return Path(out)
 
 
+def histograms(
+    values: Mapping[str, Sequence[float]], bars: Mapping[str, tuple[list[str], list[int]]], out: PathLike, title: str
+) -> None:
+    """How numbers are distributed, and how often each of some labels came, side by side."""
+    with _sheet(Path(out)) as figure:
+        figure.suptitle(title)
+        panels = figure.subplots(1, len(values) + len(bars), squeeze=False)[0]
+        figure.set_size_inches(4 * len(panels), 4)
+        for axes, (name, x) in zip(panels, values.items(), strict=False):
+            axes.hist(x, min(40, max(1, len(set(x)))), color=_COLORS[0])
+            axes.set_xlabel(name)
+        for axes, (name, (labels, counts)) in zip(panels[len(values) :], bars.items(), strict=True):
+            axes.bar(range(len(counts)), counts, color=_COLORS[1])
+            axes.set_xlabel(name)
+            few = list(range(0, len(labels), max(1, len(labels) // 8)))
+            axes.set_xticks(few, [labels[i] for i in few])
+
+
 def _draw(
     axes: Any, curves: Sequence[tuple[np.ndarray, np.ndarray]], color: str, label: str, names: Sequence[str]
 ) -> None:
@@ -225,7 +243,16 @@ def _dot(x: np.ndarray) -> str:
 
 @contextmanager
 def _figure(out: Path | None, title: str, threshold: float | None) -> Iterator[Any]:
-    """The axes of a figure in our style, which when the block ends is saved to `out`, or shown in a window (None)."""
+    """The axes of a figure in our style."""
+    with _sheet(out) as figure:
+        axes = figure.add_subplot()
+        yield axes
+        _style(axes, title, threshold)
+
+
+@contextmanager
+def _sheet(out: Path | None) -> Iterator[Any]:
+    """A figure, which when the block ends is saved to `out`, or shown in a window (None)."""
     size: dict[str, Any] = {"figsize": (8, 4.8), "layout": "constrained"}
     if out is None:
         import matplotlib.pyplot as plt
@@ -237,9 +264,7 @@ def _figure(out: Path | None, title: str, threshold: float | None) -> Iterator[A
 
         figure = Figure(dpi=150, **size)  # no pyplot: no global state
         FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    yield axes
-    _style(axes, title, threshold)
+    yield figure
     if out is None:
         plt.show()
         plt.close(figure)

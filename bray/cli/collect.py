@@ -11,22 +11,70 @@ import numpy as np
 
 from bray import tree
 from bray.act import GREEDY
+from bray.cli.data import write_as
 from bray.cli.options import Collect
 from bray.cli.show import facts, how_to_act, log_shown, say, terminal, trusting
-from bray.data.files import Episode, to_pickle, write_episodes
+from bray.data.files import Episode, to_pickle
 from bray.envs.make import make_vec
+from bray.envs.vector import VecEnv
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment
 from bray.metrics import short
 from bray.rundir import RunDir
+from bray.spec import Space
 from bray.train.evaluate import EVAL_SEED, eval_config, trained
+from bray.train.rollout import Step
+
+
+class _Noisy:
+    """An environment that is given other actions than the policy's now and then; `taken` are those of the last step."""
+
+    def __init__(self, env: VecEnv, noise: float, seed: int):
+        self._env, self._noise, self._rng = env, noise, np.random.default_rng([seed, 3])
+        self.taken: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def step(self, actions: Any) -> Any:
+        self.taken = self._changed(self._env.spec.action, actions)
+        return self._env.step(self.taken)
+
+    def _changed(self, space: Space, x: Any) -> Any:
+        if space.composite:
+            return space.join(self._changed(part, x[key]) for key, part in zip(space.keys, space.parts, strict=True))
+        rows = len(x)
+        drawn = np.stack([space.sample(self._rng) for _ in range(rows)])
+        if space.kind != "box":
+            other = self._rng.random(rows) < self._noise
+            return np.where(other.reshape(-1, *[1] * (x.ndim - 1)), drawn, x).astype(x.dtype)
+        low, high = space.bounds()
+        half = np.where(np.isfinite(high - low), (high - low) / 2, 1.0)
+        return np.clip(x + self._noise * half * self._rng.standard_normal(x.shape), low, high).astype(x.dtype)
+
+
+def _log_probability(step: Step, taken: Any, space: Space, noise: float, drawn: bool) -> np.ndarray | None:
+    """Of the actions that were taken, where it is known: what off-policy evaluation weighs by."""
+    if drawn and not noise:
+        return step.extras.get("logp")
+    if drawn or not noise or space.kind != "discrete":
+        return None
+    same = np.asarray(taken) == np.asarray(step.action)
+    return np.log((1.0 - noise) * same + noise / space.n[0]).astype(np.float32)
 
 
 def episodes(
-    exp: Experiment, count: int, seed: int, act: str = GREEDY, num_envs: int | None = None, steps: int | None = None
+    exp: Experiment,
+    count: int,
+    seed: int,
+    act: str = GREEDY,
+    num_envs: int | None = None,
+    steps: int | None = None,
+    noise: float = 0.0,
 ) -> Iterator[Episode]:
     """`count` whole episodes in the order they end, each environment its share of them, as columns: obs `[T + 1, ...]`,
-    action (in the environment's units), reward (raw), terminated, truncated `[T]`.
+    action (in the environment's units), reward (raw), terminated, truncated `[T]`, and `logp`, the log probability of
+    the action, where actions are drawn and it is known.
 
     With `steps` it is exactly that many in one environment instead; an episode that is cut by that is truncated."""
     if exp.is_game:
@@ -38,7 +86,8 @@ def episodes(
     if steps is not None:
         count, num_envs = steps, 1  # no episode is shorter than a step
     config = eval_config(exp.config["env"], num_envs or min(count, 16))
-    with make_vec(config, seed=seed) as env:
+    with make_vec(config, seed=seed) as made:
+        env: Any = _Noisy(made, noise, seed) if noise else made
         if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
             raise CheckpointError("the environment has other spaces than the policy was trained for")
         left = [count // env.num_envs + (b < count % env.num_envs) for b in range(env.num_envs)]
@@ -46,13 +95,16 @@ def episodes(
         rollout = trained(env, served.engine, served.policy, seed, act, served.initial_state)
         while any(left):
             step = rollout.step()
+            taken = env.taken if noise else step.action
             columns = {
                 "obs": step.obs,
-                "action": step.action,
+                "action": taken,
                 "reward": step.reward,
                 "terminated": step.terminated,
                 "truncated": step.truncated,
             }
+            if (logp := _log_probability(step, taken, env.spec.action, noise, act != GREEDY)) is not None:
+                columns["logp"] = logp
             for b in range(env.num_envs):
                 if left[b] and step.valid[b]:
                     rows[b].append(tree.map(lambda x, b=b: np.array(x[b]), columns))
@@ -90,7 +142,7 @@ def collect(options: Collect) -> int:
     def played() -> Iterator[Episode]:
         nonlocal done
         with console.status("") as status:
-            for episode in episodes(exp, count, seed, act, steps=steps):
+            for episode in episodes(exp, count, seed, act, steps=steps, noise=options.noise):
                 returns.append(float(np.sum(episode["reward"], dtype=np.float64)))
                 done += len(episode["reward"])
                 if console.is_terminal:
@@ -101,8 +153,7 @@ def collect(options: Collect) -> int:
     if options.format == "pkl":
         paths = _write_pickles(played(), out, options.per_file)
     else:
-        paths = write_episodes(out / "episodes", played(), options.per_file)
-        RunDir(out).write_spec(exp.served.spec)  # so that `bray train --data` needs no environment
+        paths = write_as(options.format, out, played(), exp.served.spec, options.per_file)
     exp.close()
     say(f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {done:,} steps", "bold")
     facts(
@@ -112,7 +163,7 @@ def collect(options: Collect) -> int:
         ],
     )
     if options.format == "bray":
-        say(f'read them: bray.EpisodeReader("{out}")', "dim")
+        say(f'read them: bray.EpisodeReader("{out}"); look at them: bray data {out}', "dim")
     return 0
 
 

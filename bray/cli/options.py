@@ -131,14 +131,40 @@ class Collect(Acting):
     """Instead: exactly this many env steps, the last episode cut."""
     out: Annotated[Path | None, Flag(metavar="DIR")] = None
     """Instead of RUN_DIR/trajectories."""
-    format: Literal["bray", "pkl"] = "bray"
-    """pkl is for other tools; Bray does not read it."""
+    format: Literal["bray", "minari", "pkl"] = "bray"
+    """minari needs h5py; pkl is for other tools, and Bray does not read it."""
+    noise: Share = 0.0
+    """Other actions than the policy's: this share of the choices at random, or numbers with normal noise of this part
+    of half their range."""
     checkpoint: Checkpoint = "latest"
     """Which checkpoint."""
     seed: Whole | None = None
     """Other episodes than in every evaluation."""
     per_file: Count = 1000
     """Episodes in one file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Options):
+    """Say what files of episodes hold: returns, ends, coverage of actions, what is broken or there twice. With --out,
+    write them again, filtered, joined or in another form. See docs/data.md."""
+
+    files: Annotated[list[str], Flag(metavar="FILES...", argument=True)]
+    """Directories, files or patterns; several are joined."""
+    obs: Annotated[str | None, Flag(metavar="SPACE")] = None
+    """The observation, where the files do not say it: 'float32[6]'."""
+    actions: Annotated[str | None, Flag(metavar="SPACE")] = None
+    """The action, where the files do not say it: 3, or 'float32[2] -1..1'."""
+    plot: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """Draw histograms of returns, lengths and actions to this picture."""
+    out: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Write the episodes there."""
+    convert: Annotated[Literal["bray", "minari"] | None, Flag(metavar="bray|minari")] = None
+    """The form in which they are written [bray]."""
+    filter: Annotated[str | None, Flag(metavar="TEXT")] = None
+    """Write those alone for which this holds: 'return > 100 and length <= 500'."""
+    skip_broken: bool = False
+    """Leave out broken episodes instead of stopping at the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,6 +479,7 @@ COMMANDS: dict[str, tuple[type[Options], str]] = {
     "train": (Train, "bray.cli.train:train"),
     "eval": (Eval, "bray.cli.evaluate:evaluate"),
     "collect": (Collect, "bray.cli.collect:collect"),
+    "data": (Data, "bray.cli.data:data"),
     "serve": (Serve, "bray.cli.serve:serve"),
     "replay": (Replay, "bray.cli.serve:replay"),
     "gateway": (Gateway, "bray.cli.gateway:gateway"),

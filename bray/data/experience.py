@@ -534,8 +534,7 @@ class Dataset(Experience):
         """Have these in memory, by their place in the order of the epoch, and nothing else."""
         assert self._pieces is not None
         chosen = self._episodes[start:end]
-        self._rows = Transitions(self.n_step, self.gamma)  # the old ones go before the new ones come
-        self._rows = Transitions(self.n_step, self.gamma, int(self._pieces.steps[chosen].sum()), len(chosen))
+        self._rows.begin(int(self._pieces.steps[chosen].sum()), len(chosen))
         for i in chosen.tolist():
             if (piece := self._pieces.read(i)) is not None:
                 self._rows.add(piece)

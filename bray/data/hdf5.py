@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -230,7 +231,16 @@ class MinariWriter:
             _put(group, theirs, episode[ours])
         self._episodes, self._steps = self._episodes + 1, self._steps + steps
 
+    def __enter__(self) -> MinariWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Finish: the episodes written so far are complete."""
         self._h5.close()
         path = self.folder / MAIN
         self._temporary.replace(path)

@@ -14,16 +14,24 @@ from bray.tree import NestedArray
 
 
 class Transitions:
-    """`rows`: how many there will be at most, where that is known; else its arrays grow."""
+    """Its arrays grow, unless `begin` says how many there will be."""
 
-    def __init__(self, n_step: int, gamma: float, rows: int = 0, pieces: int = 0):
+    def __init__(self, n_step: int, gamma: float):
         self.n_step, self.gamma = n_step, gamma
-        self._most = {"obs": rows + pieces, "columns": rows}
+        self._most = {"obs": 0, "columns": 0}
         self._arrays: dict[str, Any] = {}
         self._length = {"obs": 0, "columns": 0}
 
     def __len__(self) -> int:
         return self._length["columns"]
+
+    def begin(self, rows: int, pieces: int) -> None:
+        """Anew, for at most so many; in the same memory, where that is enough."""
+        for kind, most in (("obs", rows + pieces), ("columns", rows)):
+            self._length[kind] = 0
+            if most > self._most[kind]:
+                self._most[kind] = most
+                self._arrays.pop(kind, None)
 
     def add(self, piece: Piece) -> None:
         """The valid rows of a piece, copied."""

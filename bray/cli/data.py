@@ -1,0 +1,146 @@
+"""`bray data`: what files of episodes hold; written again in another form, filtered, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bray.cli.options import Data
+from bray.cli.show import facts, log_shown, say
+from bray.data.files import Episode, EpisodeWriter
+from bray.data.sources import DataSet, given_spec, guess, open_data, shown
+from bray.data.summary import Coverage, Summary, parse_filter, summarise
+from bray.errors import ConfigError, DataError
+from bray.metrics import short
+from bray.rundir import RunDir
+from bray.spec import EnvSpec
+
+_BARS = 10  # of the histogram of returns
+_WIDTH = 40
+
+
+@log_shown("error")  # broken episodes are told in the summary
+def data(options: Data) -> int:
+    """Look, and write where that is asked for; returns the exit code: 1 where episodes are broken."""
+    spec = None if options.obs is None and options.actions is None else given_spec(options.obs, options.actions)
+    keeps = parse_filter(options.filter) if options.filter is not None else None
+    found = _open(options.files, spec)
+    if options.out is not None:
+        return _write(found, options, keeps)
+    for name in ("convert", "filter"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} writes other files: say where with --out DIR")
+    summary = summarise(found)
+    if not summary.returns:
+        why = next(iter(summary.broken.values()), "there are none")
+        raise DataError(f"no episode can be read: {why}")
+    _show(found, summary)
+    if options.plot is not None:
+        _plot(summary, options.plot)
+    return 1 if summary.broken else 0
+
+
+def _open(files: list[str], spec: EnvSpec | None) -> DataSet:
+    """All that is named, as one data set."""
+    sources = [source for pattern in files for source in open_data(pattern, spec).sources]
+    return DataSet(sources, spec)
+
+
+def _show(found: DataSet, summary: Summary) -> None:
+    returns, lengths = np.array(summary.returns), np.array(summary.lengths)
+    if found.spec is None:
+        obs, actions = guess(next(iter(found)))
+        spaces = f"not said in the files; perhaps --obs '{obs}' --actions '{actions}'"
+    else:
+        spaces = f"{shown(found.spec.observation)} -> {shown(found.spec.action)}"
+    rows: list[tuple[str, Any]] = [
+        ("episodes", f"{len(returns):,}, {lengths.sum():,} steps, {lengths.min():,} to {lengths.max():,} each"),
+        ("spaces", spaces),
+        ("return", f"{short(float(returns.mean()))} on average, {short(returns.min())} … {short(returns.max())}"),
+        ("ends", summary.ends),
+        ("duplicates", f"{summary.duplicates:,}"),
+        ("broken", f"{len(summary.broken):,}"),
+        *[(part.name, _coverage(part)) for part in summary.actions],
+    ]
+    facts(rows)
+    say("")
+    for low, count in _histogram(returns):
+        say(f"{short(low):>10}  {'█' * round(_WIDTH * count / len(returns))} {count:,}")
+    for note in summary.notes:
+        say(note, "yellow")
+    for why in list(summary.broken.values())[:10]:
+        say(why, "red")
+
+
+def _coverage(part: Coverage) -> str:
+    share = part.counts / max(1, part.counts.sum())
+    used = len(part.counts) - len(part.unused)
+    if part.edges or not part.labels[0].lstrip("-").isdigit():
+        ends = f"{part.edges / max(1, part.counts.sum()):.0%} at its ends"
+        return f"{used} of {len(part.counts)} parts of the range, {ends}"
+    least = f"the rarest {share.min():.1%}" if not part.unused else f"never {', '.join(part.unused[:8])}"
+    return f"{used} of {len(part.counts)} choices, {least}"
+
+
+def _histogram(values: np.ndarray) -> list[tuple[float, int]]:
+    """(low end, how many) of each bar."""
+    counts, ends = np.histogram(values, _BARS if len(np.unique(values)) > 1 else 1)
+    return [(float(low), int(count)) for low, count in zip(ends[:-1], counts, strict=True)]
+
+
+def _plot(summary: Summary, out: Path) -> None:
+    from bray.figures import histograms
+
+    panels: dict[str, Any] = {"return": summary.returns, "steps": summary.lengths}
+    bars = {part.name: (part.labels, part.counts.tolist()) for part in summary.actions[:4]}
+    histograms(panels, bars, out, f"{len(summary.returns):,} episodes")
+    say(str(out))
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _write(found: DataSet, options: Data, keeps: Any) -> int:
+    """The episodes that can be read and that the filter keeps, in the form that is asked for."""
+    assert options.out is not None
+    if found.spec is None:
+        obs, actions = guess(found[0])
+        raise ConfigError(
+            f"what is written says its spaces, and these files do not: --obs '{obs}' --actions '{actions}', perhaps"
+        )
+    found.skip_broken = options.skip_broken
+    read = written = 0
+
+    def chosen() -> Iterator[Episode]:
+        nonlocal read, written
+        for episode in found:
+            read += 1
+            if keeps is None or keeps(episode):
+                written += 1
+                yield episode
+
+    write_as(options.convert or "bray", options.out, chosen(), found.spec)
+    left = f", {len(found.broken):,} broken ones left out" if found.broken else ""
+    say(f"{written:,} of {read:,} episodes written to {options.out}{left}")
+    return 0
+
+
+def write_as(form: str, out: Path, episodes: Iterator[Episode], spec: EnvSpec, per_file: int = 1000) -> list[Path]:
+    """Write episodes as our files or as a data set of Minari; returns what was written."""
+    if form == "minari":
+        from bray.data.hdf5 import MinariWriter
+
+        writer: Any = MinariWriter(out, spec)
+    else:
+        writer = EpisodeWriter(out / "episodes", per_file)
+    with writer:
+        for episode in episodes:
+            writer.write(episode)
+    if form == "minari":
+        return [writer.folder]
+    RunDir(out).write_spec(spec)  # so that `bray train --data` needs no environment
+    paths: list[Path] = writer.paths
+    return paths

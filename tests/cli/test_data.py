@@ -1,0 +1,162 @@
+"""`bray data` and `bray collect`: what files hold, and files made from others."""
+
+import numpy as np
+import pytest
+
+import bray
+from bray.cli.main import main
+from bray.data import open_data, write_episodes
+from bray.data.summary import parse_filter, summarise
+from bray.errors import ConfigError
+from bray.experiment import Experiment
+from bray.rundir import RunDir
+from bray.spec import EnvSpec, Space
+from tests.data.test_sources import EPISODES, SPEC, episode, joined, write
+
+ENV = "tests.ways_for_tests:Signs"
+
+
+def boxed(actions):
+    n = len(actions)
+    return {
+        "obs": np.zeros((n + 1, 2), np.float32),
+        "action": np.asarray(actions, np.float32).reshape(n, 1),
+        "reward": np.ones(n, np.float32),
+        "terminated": np.arange(n) == n - 1,
+        "truncated": np.zeros(n, bool),
+    }
+
+
+def test_a_summary_counts_what_is_there(tmp_path):
+    broken = {**EPISODES[0], "reward": np.full(4, np.nan)}
+    stops = {**EPISODES[3], "terminated": np.zeros(6, bool)}
+    write("ours", tmp_path / "a", [*EPISODES, EPISODES[1], broken, stops])
+    found = summarise(open_data(tmp_path / "a"))
+    assert found.lengths == [4, 3, 1, 6, 3, 6]
+    assert found.returns == [sum(e["reward"]) for e in (*EPISODES, EPISODES[1], stops)]
+    assert (found.terminated, found.truncated, found.cut) == (3, 2, 1)
+    assert found.duplicates == 2  # obs, actions and rewards of the one that stops are those of another
+    assert list(found.broken) == [5]
+    (action,) = found.actions
+    every = np.concatenate([e["action"] for e in (*EPISODES, EPISODES[1], stops)])
+    assert action.counts.tolist() == np.bincount(every, minlength=4).tolist()
+
+
+def test_coverage_of_a_range_and_of_its_ends(tmp_path):
+    spec = EnvSpec("e", Space("box", (2,)), Space("box", (1,), "float32", -2.0, 2.0))
+    write("ours", tmp_path / "a", [boxed([-2, 2, 2, 0.0]), boxed([0.05, 1.0])], spec)
+    (action,) = summarise(open_data(tmp_path / "a")).actions
+    assert action.edges == 3
+    assert {i: int(n) for i, n in enumerate(action.counts) if n} == {0: 1, 10: 2, 15: 1, 19: 2}
+
+
+def test_unmarked_time_limits_are_suspected(tmp_path):
+    write("ours", tmp_path / "a", [episode(i, 9 if i % 2 else 1 + i % 7) for i in range(20)])
+    assert "10 have exactly 9 steps, the most: they may be time limits" in summarise(open_data(tmp_path / "a")).ends
+
+
+def test_bray_data_shows_draws_and_names_what_is_broken(tmp_path, capsys):
+    folder = write("ours", tmp_path / "a", [*EPISODES, {**EPISODES[0], "action": np.full(4, 9)}])
+    assert main(["data", str(folder), "--plot", str(tmp_path / "a.png")]) == 1
+    out = capsys.readouterr().out
+    for words in ("4, 14 steps, 1 to 6 each", "float32[3] -> discrete 4", "3 are over, 1 were cut by a limit"):
+        assert words in out
+    assert "4 of 4 choices" in out
+    assert "episode 4: step 0: action 9 is outside of discrete 4" in out
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    np.savez(tmp_path / "b.npz", **joined(EPISODES))
+    assert main(["data", str(tmp_path / "b.npz")]) == 0
+    assert "perhaps --obs 'float32[3]' --actions '4'" in capsys.readouterr().out
+
+
+def test_files_are_joined_filtered_and_converted(tmp_path, capsys):
+    ours = write("ours", tmp_path / "a")
+    np.savez(tmp_path / "b.npz", **joined(EPISODES))
+    spaces = ["--obs", "float32[3]", "--actions", "4"]
+    words = ["data", str(ours), str(tmp_path / "b.npz"), *spaces, "--out", str(tmp_path / "c")]
+    assert main([*words, "--filter", "length >= 3 and return < 100"]) == 0
+    assert "4 of 8 episodes written" in capsys.readouterr().out
+    again = open_data(tmp_path / "c")
+    assert again.spec.action == SPEC.action
+    assert again.steps.tolist() == [4, 3, 4, 3]
+    np.testing.assert_array_equal(again[3]["obs"], EPISODES[1]["obs"])
+    assert main(["data", str(tmp_path / "c"), "--filter", "length > 3"]) == 2
+    assert "say where with --out" in capsys.readouterr().err
+    assert main(["data", str(tmp_path / "b.npz"), "--out", str(tmp_path / "d")]) == 2
+    assert "--obs 'float32[3]' --actions '4', perhaps" in capsys.readouterr().err
+
+
+def test_ours_become_minari_and_minari_ours(tmp_path):
+    pytest.importorskip("h5py")
+    ours = write("ours", tmp_path / "a")
+    assert main(["data", str(ours), "--out", str(tmp_path / "m"), "--convert", "minari"]) == 0
+    assert main(["data", str(tmp_path / "m"), "--out", str(tmp_path / "b"), "--convert", "bray"]) == 0
+    first, second = open_data(ours), open_data(tmp_path / "b")
+    assert (first.spec.observation, first.spec.action) == (second.spec.observation, second.spec.action)
+    for mine, other in zip(first, second, strict=True):
+        assert all(np.array_equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("return > 20", [1, 3]),
+        ("length<=3 and terminated = 1", [2]),
+        ("truncated==1 or length != 4 and max_reward >= 35", [1, 3]),
+        ("min_reward > -1e1", [0, 1, 2, 3]),
+    ],
+)
+def test_filters(text, expected):
+    keeps = parse_filter(text)
+    assert [i for i, e in enumerate(EPISODES) if keeps(e)] == expected
+
+
+@pytest.mark.parametrize("text", ["", "return >", "__import__('os')", "obs > 1", "return > 1 and", "return > 1.2.3"])
+def test_filters_that_are_none_are_refused(text):
+    with pytest.raises(ConfigError, match="expected comparisons such as 'return > 100"):
+        parse_filter(text)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "run"
+    exp = Experiment(run="PPO", env=ENV, path=path, fcnet_hiddens=[8])
+    list(exp.train(stop={"env_steps_total": 300}))
+    exp.close()
+    return path
+
+
+def test_noise_changes_the_share_of_choices_that_was_asked_for(run, tmp_path):
+    words = ["collect", str(run), "--episodes", "200", "--noise", "0.3", "--out", str(tmp_path / "a")]
+    assert main(words) == 0
+    data = open_data(tmp_path / "a")
+    with Experiment.load(run) as exp:
+        best = [int(exp.policy(np.eye(4, dtype=np.float32)[i])) for i in range(4)]
+    signs = np.concatenate([e["obs"][:-1].argmax(1) for e in data])
+    actions = np.concatenate([e["action"] for e in data])
+    logp = np.concatenate([e["logp"] for e in data])
+    other = actions != np.array(best)[signs]
+    assert other.mean() == pytest.approx(0.3 * 2 / 3, abs=0.035)  # three standard deviations
+    np.testing.assert_allclose(np.exp(logp), np.where(other, 0.1, 0.8), rtol=1e-5)
+    for e in data:  # what was done is what was rewarded
+        right = np.array([2, 0, 1, 2])[e["obs"][:-1].argmax(1)]
+        np.testing.assert_array_equal(e["reward"], e["action"] == right)
+
+
+def test_draws_keep_their_log_probability(run, tmp_path):
+    assert main(["collect", str(run), "--episodes", "3", "--act", "sample", "--out", str(tmp_path / "a")]) == 0
+    for e in open_data(tmp_path / "a"):
+        assert e["logp"].shape == (8,)
+        assert (e["logp"] < 0).all()
+
+
+def test_collect_writes_for_minari(run, tmp_path):
+    pytest.importorskip("h5py")
+    assert main(["collect", str(run), "--episodes", "3", "--format", "minari", "--out", str(tmp_path / "a")]) == 0
+    assert open_data(tmp_path / "a").steps.tolist() == [8, 8, 8]
+
+
+def test_written_files_have_their_spaces(tmp_path):
+    write_episodes(tmp_path / "episodes", EPISODES)
+    RunDir(tmp_path).write_spec(SPEC)
+    assert bray.EpisodeReader(tmp_path).spec.action == SPEC.action
