@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
-EXTRAS ?= train,serve,remote,atari,mujoco,multiagent,data,dev
+EXTRAS ?= train,serve,remote,atari,mujoco,multiagent,data,tune,dev
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Byte code is wanted: without it every start of Python recompiles the libraries.
 unexport PYTHONDONTWRITEBYTECODE

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     )
     from bray.remote.trainer.base import Trainer as Trainer
     from bray.remote.trainer.handle import RemoteTrainer as RemoteTrainer
+    from bray.search.tune import tune as tune
     from bray.serving.actor import Actor as Actor
     from bray.serving.agent import Agent as Agent, AgentActor as AgentActor
     from bray.serving.state import State as State

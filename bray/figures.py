@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,8 @@ EVAL = "eval/return_mean"
 EVAL_CI = "eval/return_ci95"
 EVAL_STEPS = "eval/env_steps"
 _COLORS = ("#2f6fb5", "#d9722e", "#3a9a5b", "#b5403f", "#7a5aa8", "#8a6a4f", "#c46aa5", "#5b6770")
+_SIZE = (8, 4.8)
+_PALE = {"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6}  # behind text among lines
 _POINTS = 300  # of a curve averaged over seeds
 _ENOUGH = 20  # episodes, before their mean return is drawn
 
@@ -243,26 +246,34 @@ def _dot(x: np.ndarray) -> str:
 
 @contextmanager
 def _figure(out: Path | None, title: str, threshold: float | None) -> Iterator[Any]:
-    """The axes of a figure in our style."""
-    with _sheet(out) as figure:
-        axes = figure.add_subplot()
+    """The axes of a learning curve in our style."""
+    with _picture(out, title) as axes:
         yield axes
-        _style(axes, title, threshold)
+        _style(axes, threshold)
 
 
 @contextmanager
-def _sheet(out: Path | None) -> Iterator[Any]:
+def _picture(out: Path | None, title: str, size: tuple[float, float] = _SIZE) -> Iterator[Any]:
+    """The axes of a figure."""
+    with _sheet(out, size) as figure:
+        axes = figure.add_subplot()
+        axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        yield axes
+
+
+@contextmanager
+def _sheet(out: Path | None, size: tuple[float, float] = _SIZE) -> Iterator[Any]:
     """A figure, which when the block ends is saved to `out`, or shown in a window (None)."""
-    size: dict[str, Any] = {"figsize": (8, 4.8), "layout": "constrained"}
     if out is None:
         import matplotlib.pyplot as plt
 
-        figure: Any = plt.figure(**size)
+        figure: Any = plt.figure(figsize=size, layout="constrained")
     else:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        figure = Figure(dpi=150, **size)  # no pyplot: no global state
+        figure = Figure(figsize=size, layout="constrained", dpi=150)  # no pyplot: no global state
         FigureCanvasAgg(figure)
     yield figure
     if out is None:
@@ -277,13 +288,12 @@ def _sheet(out: Path | None) -> Iterator[Any]:
     write_atomic(out, picture.getvalue())
 
 
-def _style(axes: Any, title: str, threshold: float | None) -> None:
+def _style(axes: Any, threshold: float | None) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     if threshold is not None:
         label = f"threshold {threshold:,g}"
         axes.axhline(threshold, color="#444", lw=1.1, ls=(0, (5, 4)), label=label, zorder=1)
-    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=10)
     axes.set_xlabel("environment steps")
     axes.set_ylabel("episode return")
     axes.xaxis.set_major_locator(MaxNLocator(8))
@@ -291,7 +301,6 @@ def _style(axes: Any, title: str, threshold: float | None) -> None:
         axis.set_major_formatter(FuncFormatter(thousands))
     axes.grid(color="#d9d9d9", lw=0.7)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9, loc="best")
@@ -302,3 +311,70 @@ def thousands(x: float, _: Any = None) -> str:
     if abs(x) >= 1e6:
         return f"{x / 1e6:,g}M"
     return f"{x:,.0f}" if float(x).is_integer() else f"{x:g}"
+
+
+# --- searches ---------------------------------------------------------------------------------------------------------
+
+
+class Axis(NamedTuple):
+    """A key that was searched: a range, or its values as text."""
+
+    name: str
+    log: bool = False
+    values: Sequence[str] = ()
+
+
+def parallel_coordinates(
+    axes: Sequence[Axis],
+    trials: Sequence[Sequence[Any]],
+    scores: Sequence[float],
+    whole: Sequence[bool],
+    out: Path,
+    title: str,
+) -> None:
+    """A line for each trial, through its values to its score; those that were not `whole` are drawn thin."""
+    columns = [_column(axis, [trial[i] for trial in trials]) for i, axis in enumerate(axes)]
+    columns.append(_column(Axis("score"), list(scores)))
+    heights = np.array([[height(trial[i]) for i, (height, _) in enumerate(columns[:-1])] for trial in trials])
+    last = np.array([columns[-1][0](score) for score in scores])
+    with _picture(out, title, (max(8.0, 1.6 * len(columns)), 4.8)) as plot:
+        from matplotlib import colormaps
+
+        for i in np.argsort(last):  # the best ones on top
+            style = {"lw": 1.6, "alpha": 0.85} if whole[i] else {"lw": 0.7, "alpha": 0.45, "ls": (0, (4, 3))}
+            plot.plot(range(len(columns)), [*heights[i], last[i]], color=colormaps["viridis"](last[i]), **style)
+        for x, (_, ticks) in enumerate(columns):
+            plot.axvline(x, color="#444", lw=1.0, zorder=1)
+            for at, label in ticks:
+                plot.annotate(label, (x, at), (4, 0), "data", "offset points", fontsize=8, va="center", bbox=_PALE)
+        plot.set_xticks(range(len(columns)), [*(axis.name for axis in axes), "score"], fontsize=10)
+        plot.set_yticks([])
+        plot.spines[["left", "bottom"]].set_visible(False)
+        plot.set_xlim(-0.1, len(columns) - 0.6)
+
+
+def _column(axis: Axis, values: Sequence[Any]) -> tuple[Callable[[Any], float], list[tuple[float, str]]]:
+    """How high a value stands on an axis, from 0 to 1, and what is written there."""
+    if axis.values:
+        most = max(1, len(axis.values) - 1)
+        ticks = [(i / most, text if len(text) <= 14 else f"{text[:13]}…") for i, text in enumerate(axis.values)]
+        return lambda value: axis.values.index(value) / most, ticks
+    low, high = min(values), max(values)
+    if low == high:
+        return lambda value: 0.5, [(0.5, f"{low:.3g}")]
+    scale = math.log if axis.log else float
+    first, last = scale(low), scale(high)
+    at = [first + (last - first) * part for part in (0, 0.25, 0.5, 0.75, 1)]
+    ticks = [((x - first) / (last - first), f"{math.exp(x) if axis.log else x:.3g}") for x in at]
+    return lambda value: (scale(value) - first) / (last - first), ticks
+
+
+def bars(shares: Mapping[str, float], out: Path, title: str) -> None:
+    """A bar for each name, the longest on top."""
+    ranked = sorted(shares.items(), key=lambda item: item[1])
+    with _picture(out, title, (8.0, 1.2 + 0.4 * len(ranked))) as plot:
+        drawn = plot.barh([name for name, _ in ranked], [share for _, share in ranked], color=_COLORS[0], height=0.6)
+        plot.bar_label(drawn, [f"{share:.0%}" for _, share in ranked], padding=4, fontsize=9)
+        plot.set_xticks([])
+        plot.set_xlim(0, max(1e-9, *shares.values()) * 1.12)
+        plot.spines["bottom"].set_visible(False)

@@ -28,10 +28,10 @@ from typing import Any, Literal
 import torch
 
 import bray
-from benchmarks.learning.stats import summary
 from bray import figures
 from bray.config.runfile import preset, settings
 from bray.experiment import Experiment
+from bray.metrics.stats import summary
 
 HERE = Path(__file__).parent
 SCORES = Path(bray.__file__).parent / "presets" / "scores.json"

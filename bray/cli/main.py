@@ -24,7 +24,7 @@ from bray.cli.options import COMMANDS
 from bray.config.hints import hint
 from bray.errors import BrayError, StoppedBySignal, did_you_mean, how_to_install
 
-NOT_YET = ("tune", "dashboard")
+NOT_YET = ("dashboard",)
 """Commands that are planned and are not there."""
 
 _EXTRAS = {

@@ -101,6 +101,63 @@ class Train(Reading):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tune(Options):
+    """Search over settings: many runs with other values of some keys, and the best of them as a preset.
+
+    A KEY=VALUE with a range (lr=1e-5..1e-2:log) or several values (gamma=0.95,0.99) is searched, and so is
+    {grid_search: [0.95, 0.99]} in a file; every other one holds for all runs. The same command goes on with a study
+    that was interrupted. See docs/tuning.md.
+    """
+
+    keys: Keys = None
+    """lr=1e-5..1e-2:log gamma=0.95,0.99 num_envs=8"""
+    run: Annotated[str | None, Flag(metavar="ALGO", panel=WHAT)] = None
+    """PPO, DQN, ... or module:Name"""
+    env: Annotated[str | None, Flag(metavar="ENV")] = None
+    """CartPole-v1, ... or module:Class"""
+    file: Annotated[Path | None, Flag("-f,--yaml", "FILE")] = None
+    """A run as YAML, JSON or Python."""
+    config: Annotated[str | None, Flag(metavar="JSON")] = None
+    """'{"lr": {"grid_search": [1e-3, 1e-4]}}'"""
+    no_preset: bool = False
+    """Leave out the settings that ship with Bray."""
+    name: Annotated[str, Flag(metavar="STUDY")]
+    """The study is P/STUDY: a name of its own for each question."""
+    project: Annotated[Path, Flag(metavar="P")] = Path("runs")
+    """Where studies are."""
+    trials: Annotated[Count | None, Flag(panel="How it is searched")] = None
+    """Settings to try; none is needed where all have a list of values."""
+    num_seeds: Count = 1
+    """Runs of each trial, which is judged by their interquartile mean."""
+    steps: Count | None = None
+    """Env steps of a run; without it, those of the preset or file."""
+    stop: Annotated[str | None, Flag(metavar="JSON")] = None
+    """'{"time_total_s": 60}': when a run is over, as for bray train."""
+    scheduler: Annotated[str | None, Flag(metavar="asha|median|pbt")] = None
+    """End poor trials early; pbt: let them go on from copies of good ones."""
+    sampler: Annotated[str, Flag(metavar="tpe|random")] = "tpe"
+    """What proposes values of ranges."""
+    seed: Whole = 0
+    """The first seed of each trial, and that of what is proposed."""
+    fresh_seeds: Whole = 4
+    """At the end, runs of the best settings and of those before, on other seeds."""
+    storage: Annotated[str | None, Flag(metavar="URL")] = None
+    """A database for the study (sqlite:///FILE, postgresql://...), in place of a file in its directory."""
+    parallel: Annotated[Count | None, Flag(panel="Where it runs")] = None
+    """Runs at once; without it, as many as there is room for."""
+    cpus_per_trial: Annotated[float, Flag(metavar="X")] = 1.0
+    """CPUs of one run; with 0.5 two share a core."""
+    gpus_per_trial: Annotated[float, Flag(metavar="X")] = 0.0
+    """GPUs of one run; with 0.25 four share one."""
+    cluster: Cluster = "local"
+    """ray: the runs are on a Ray cluster, P on a disk that all of it shares."""
+    address: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
+    """Of the Ray cluster."""
+    quiet: Annotated[bool, Flag(panel=SHOWN)] = False
+    """The last lines alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Eval(Acting):
     """Play whole episodes with a checkpoint and say how good it is."""
 
@@ -477,6 +534,7 @@ class FakeGamecore(Options):
 
 COMMANDS: dict[str, tuple[type[Options], str]] = {
     "train": (Train, "bray.cli.train:train"),
+    "tune": (Tune, "bray.cli.tune:tune"),
     "eval": (Eval, "bray.cli.evaluate:evaluate"),
     "collect": (Collect, "bray.cli.collect:collect"),
     "data": (Data, "bray.cli.data:data"),

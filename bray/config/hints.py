@@ -4,7 +4,7 @@ first."""
 from __future__ import annotations
 
 _EPSILON = "epsilon={kind: exp, start: 0.95, end: 0.01, decay: 500} (or kind: linear with steps)"
-_ONE_RUN = "one command is one run, and nothing compares runs while they train"
+_EACH = "bray tune --cpus-per-trial X --gpus-per-trial X"
 _POLICIES = "policies={first: PPO, second: DQN} with policy_mapping={agent: first, ...} in games of several agents"
 _TEAMS = "agents of one game train as a team, by QMIX, VDN or any algorithm for its actions: env.teams={team: [a, b]}"
 _SOCKETS = "processes find each other by themselves, and nothing is exchanged in files"
@@ -132,7 +132,7 @@ ELSEWHERE: dict[str, str] = {
     "evaluation_config": "not here: evaluations play the environment of the training, greedily",
     "num_cpus_for_driver": "threads",
     "custom_resources_per_worker": "not here: workers ask for num_cpus_per_worker and num_gpus_per_worker alone",
-    "resources_per_trial": f"not here: {_ONE_RUN}; num_workers and num_cpus_per_worker say what it takes",
+    "resources_per_trial": _EACH,
     "multiagent": _POLICIES,
     "policy_graphs": _POLICIES,
     "policy_mapping_fn": f"not here: {_TEAMS}",
@@ -167,7 +167,7 @@ ELSEWHERE: dict[str, str] = {
     "--run drqn": "--run R2D2, which is DQN with a memory",
     "--run recurrentppo": "--run PPO use_lstm=true",
     "--run a3c": "--run A2C, which waits for its workers, or --run IMPALA, which does not",
-    "--num-samples": "--seed 0 --seed 1 ...: one run for each",
+    "--num-samples": "--seed 0 --seed 1 ...: one run for each; of a search, `bray tune --trials N`",
     "--local-dir": "--project DIR",
     "--experiment-name": "--trial NAME",
     "--checkpoint-at-end": "nothing: there always is a checkpoint at the end",
@@ -190,10 +190,10 @@ ELSEWHERE: dict[str, str] = {
     "--ray-num-gpus": f"not here: {_RAY}",
     "--ray-num-nodes": f"not here: {_RAY}",
     "--ray-redis-max-memory": f"not here: {_RAY}",
-    "--scheduler": f"not here: {_ONE_RUN}",
-    "--scheduler-config": f"not here: {_ONE_RUN}",
-    "--queue-trials": f"not here: {_ONE_RUN}",
-    "--resources-per-trial": f"not here: {_ONE_RUN}; num_workers and num_cpus_per_worker say what it takes",
+    "--scheduler": "bray tune --scheduler asha|median|pbt",
+    "--scheduler-config": "not here: schedulers of `bray tune` go by --steps and --trials",
+    "--queue-trials": "nothing: `bray tune` begins a trial when there is room for it",
+    "--resources-per-trial": _EACH,
     "--max-failures": "max_worker_restarts=N of its workers; `bray train --resume RUN_DIR` goes on after all else",
     "--upload-dir": f"not here: {_FILES}",
     "--sync-function": f"not here: {_FILES}",

@@ -142,8 +142,8 @@ class RunDir(Checkpoints):
                         "directory only, put one there"
                     )
 
-    def lock(self, doing: str = "training") -> None:
-        """One process writes. The lock goes with the process, however it ends."""
+    def lock(self, doing: str = "training", other: str = "--trial (in Python: another path=)") -> None:
+        """One process writes. The lock goes with the process, however it ends. `other`: how to name another place."""
         path = (self.path / ".lock").resolve()
         if path in _locks:
             return
@@ -155,8 +155,7 @@ class RunDir(Checkpoints):
             os.close(fd)
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 raise CheckpointError(
-                    f"{self.path}: another process is {doing} here. Wait for it, or choose another --trial (in "
-                    "Python: another path=)."
+                    f"{self.path}: another process is {doing} here. Wait for it, or choose another {other}."
                 ) from None
             logger.warning("%s: this file system has no locks; take care that one process trains here", self.path)
             return

@@ -102,7 +102,7 @@ def test_planned_commands_say_that_they_are_not_there(name, capsys):
     ("argv", "said"),
     [
         (["trian"], "unknown command 'trian'. Did you mean 'train'?"),
-        (["tunes"], "unknown command 'tunes'; `bray tune` is not there yet either."),
+        (["dashbord"], "unknown command 'dashbord'; `bray dashboard` is not there yet either."),
         (["train", "--sed", "3"], "unknown option '--sed'. Did you mean '--seed'?"),
         (["train", "--lr", "3"], "Config keys are written without dashes: lr=VALUE."),
         (["train", "--seed", "x"], "invalid value for '--seed'"),

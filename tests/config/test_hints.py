@@ -90,7 +90,7 @@ def test_every_word_of_the_ancestors_is_answered(tmp_path):
     said = {answer.word: answer for answer in answers(tmp_path)}
     assert [str(a) for a in said.values() if a.kind == "unanswered"] == []
     for word, meaning in {
-        "--scheduler": "one command is one run",
+        "--scheduler": "bray tune --scheduler asha",
         "input": "bray train --data",
         "output": "bray collect",
         "clip_actions": "clipped always",

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from benchmarks.learning import __main__ as learning, early
-from benchmarks.learning.stats import interval, iqm, summary
 from bray.algos import ALGORITHMS
 from bray.config.runfile import scores
+from bray.metrics.stats import interval, iqm, summary
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ LAYERS = [
     {"remote"},
     {"service"},
     {"experiment", "fake"},
-    {"launch", "web"},
+    {"launch", "search", "web"},
     {"cli", "compat"},
     {"__main__"},
 ]
@@ -60,6 +60,7 @@ ONLY_IN = {
     "onnxruntime": {"inference"},
     "matplotlib": {"figures"},
     "typer": {"cli"},
+    "optuna": {"search"},
     "httptools": {"serving"},
     "uvloop": {"serving", "cluster"},
 }
