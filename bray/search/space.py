@@ -270,7 +270,7 @@ def _option(cls: Any, parts: Sequence[str]) -> Option | None:
 def _refuse_text(written: Sequence[Dimension], make: Callable[[], Resolved]) -> None:
     """Raise where a range is given to what takes no number. `make`: the config without what is searched."""
     try:
-        sections = {name: type(values) for name, values in make().sections.items()}
+        sections: dict[str, Any] = {name: type(values) for name, values in make().sections.items()}
     except BrayError:
         return
     for d in written:
