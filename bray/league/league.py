@@ -1,0 +1,314 @@
+"""A league: players, the matches that are drawn for them, and what is known from results."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import zlib
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from bray.errors import ConfigError, DataError, UnknownName
+from bray.league.log import Event, ResultLog
+from bray.league.payoff import DRAW, LOSS, WIN, Payoff, Record
+from bray.league.players import Player, PlayerRef, kind_of
+from bray.league.ratings import TAU, Rating, rate
+
+logger = logging.getLogger("bray")
+
+_BLOCK = 1 << 20  # numbers of matches that a league which starts from its log alone leaves out
+
+
+class Job(NamedTuple):
+    """A match to play."""
+
+    id: int
+    seats: dict[str, PlayerRef]
+
+
+class Snapshot(NamedTuple):
+    """A player that is to be frozen: a copy of its weights is kept under this name."""
+
+    ref: PlayerRef
+    anew: bool = False
+    """Whether the player then goes on from the weights that it began with."""
+
+
+class Match(Protocol):
+    """A match that has ended."""
+
+    @property
+    def id(self) -> int | None: ...
+
+    @property
+    def returns(self) -> Mapping[str, float]:
+        """Of each agent."""
+
+    @property
+    def length(self) -> int: ...
+
+
+class Outcome(NamedTuple):
+    """The plainest Match."""
+
+    id: int | None
+    returns: Mapping[str, float]
+    length: int = 0
+
+
+class League:
+    """See the package. `agents`: those of the game. Players draw their matches in turn; in each, one seat is the
+    player's, and each other seat draws an opponent.
+
+    A match of a player with itself is logged and says nothing of its strength. Where a player has several seats, the
+    mean of their returns counts; of more than two players each pair is compared."""
+
+    def __init__(
+        self,
+        players: Mapping[str, Player],
+        agents: Sequence[str],
+        log: ResultLog | None = None,
+        decay: float = 0.99,
+        min_games: int = 8,
+    ):
+        self.players, self.agents, self.log = dict(players), list(agents), log or ResultLog()
+        if not self.players or len(self.agents) < 2:
+            raise ConfigError(
+                f"a league needs a player that learns and a game of at least two agents, got {list(self.players)} and "
+                f"agents {self.agents}"
+            )
+        self._payoff = decay, min_games
+        self._forget()
+
+    def _forget(self) -> None:
+        self.payoff = Payoff(*self._payoff)
+        self.refs: list[PlayerRef] = []
+        """All players that were ever seen, by their numbers."""
+        self.ratings: list[Rating] = []
+        """Of each of them."""
+        self.lineage: list[Event] = []
+        """Snapshots, oldest first."""
+        self.refused: Counter[str] = Counter()
+        """Results that did not count, by reason."""
+        self._numbers: dict[PlayerRef, int] = {}
+        self._by_name: dict[str, int] = {}
+        self._past: dict[str, list[PlayerRef]] = {}
+        self._all_past: list[PlayerRef] = []
+        self._frozen_at = dict.fromkeys(self.players, 0)  # steps of the last snapshot
+        self._open: dict[int, Job] = {}
+        self._again: deque[dict[str, PlayerRef]] = deque()
+        self._next = 0
+        for name in self.players:
+            self._number(PlayerRef(name))
+
+    # --- standings ----------------------------------------------------------------------------------------------------
+
+    def learning(self, kind: str = "") -> list[PlayerRef]:
+        return [p.me for p in self.players.values() if not kind or kind_of(p) == kind]
+
+    def past(self, side: str = "") -> Sequence[PlayerRef]:
+        return self._past.get(side, []) if side else self._all_past
+
+    def win_rates(self, player: PlayerRef, others: Sequence[PlayerRef]) -> np.ndarray:
+        numbers = self._numbers
+        return self.payoff.win_rates(numbers[player], list(map(numbers.__getitem__, others)))
+
+    def record(self, player: PlayerRef, other: PlayerRef) -> Record:
+        return self.payoff.record(self._numbers[player], self._numbers[other])
+
+    def rating(self, player: PlayerRef) -> Rating:
+        return self.ratings[self._numbers[player]]
+
+    def find(self, name: str) -> PlayerRef:
+        """A player by its name, of all that were ever seen."""
+        ref = PlayerRef.parse(name)
+        if ref not in self._numbers:
+            raise UnknownName("player", name, map(str, self.refs))
+        return ref
+
+    # --- matches ------------------------------------------------------------------------------------------------------
+
+    def job(self, rng: np.random.Generator) -> Job:
+        """The next match: one that was given back, or a new one."""
+        if self._again:
+            seats = self._again.popleft()
+        else:
+            names = list(self.players)
+            player = self.players[names[self._next % len(names)]]
+            mine = self.agents[int(rng.integers(len(self.agents)))]
+            seats = {a: player.me if a == mine else self._opponent(player, rng) for a in self.agents}
+        job = Job(self._next, seats)
+        self._next += 1
+        self._open[job.id] = job
+        return job
+
+    def _opponent(self, player: Player, rng: np.random.Generator) -> PlayerRef:
+        ref = player.opponent(self, rng)
+        if ref not in self._numbers:
+            raise ConfigError(
+                f"player {player.name} ({type(player).__name__}) chose the opponent {ref}, which the league does not "
+                f"know: choose one of `learning()` or `past()`, {', '.join(map(str, self.refs[:6]))}, ..."
+            )
+        return ref
+
+    def give_back(self, id: int) -> None:
+        """Nobody plays this match any more, because its worker is gone: somebody else is to, under another number."""
+        if (job := self._open.pop(id, None)) is not None:
+            self._again.append(job.seats)
+
+    def drop(self, id: int) -> None:
+        """This match is not played at all."""
+        self._open.pop(id, None)
+
+    def seats(self, id: int) -> dict[str, PlayerRef]:
+        """Of a match that is under way."""
+        return self._open[id].seats
+
+    def finish(self, match: Match) -> bool:
+        """Whether this result counts: of a match that was drawn, once, with a return of each agent."""
+        job = self._open.get(match.id) if isinstance(match.id, int) else None
+        if job is None:
+            return self._refuse("nobody drew this match, or its result has counted", match)
+        returns = {agent: float(x) for agent, x in match.returns.items()}
+        if returns.keys() != job.seats.keys() or not all(map(math.isfinite, returns.values())):
+            return self._refuse("expected a finite return of each of its agents", match)
+        del self._open[job.id]
+        self._write(Event(id=job.id, seats=_plain(job.seats), returns=returns, length=int(match.length)))
+        return True
+
+    def _refuse(self, why: str, match: Match) -> bool:
+        self.refused[why] += 1
+        if self.refused[why] == 1:
+            logger.warning("result of match %s does not count: %s. Others like it are counted only", match.id, why)
+        return False
+
+    # --- snapshots ----------------------------------------------------------------------------------------------------
+
+    def trained(self, player: str, steps: int, version: int) -> Snapshot | None:
+        """A player has trained so many steps, and its weights have this version: whether it is to be frozen now. Its
+        first snapshot is the one that it begins with."""
+        if player not in self.players:
+            raise UnknownName("player", player, self.players)
+        one, ref = self.players[player], PlayerRef(player, version)
+        first = not self._past.get(player)
+        if ref in self._numbers or not (first or one.is_trained(self, steps - self._frozen_at[player])):
+            return None
+        anew = not first and one.starts_anew(np.random.default_rng([zlib.crc32(player.encode()), version]))
+        self._write(Event(snapshot=str(ref), steps=steps, anew=anew))
+        return Snapshot(ref, anew)
+
+    def lost(self, ref: PlayerRef) -> None:
+        """The weights of a snapshot are gone: nobody plays it any more. Its results stay."""
+        if ref in self._past.get(ref.side, ()):
+            logger.warning("the weights of player %s are gone: it is left out of the matches from now on", ref)
+            self._write(Event(lost=str(ref)))
+
+    # --- the fold -----------------------------------------------------------------------------------------------------
+
+    def _write(self, event: Event) -> None:
+        self.log.add(event)
+        self._fold(event)
+
+    def _fold(self, event: Event) -> None:
+        """What an event changes; the same when it happens and when it is read again."""
+        if event.id is not None:
+            self._fold_result(event)
+        elif event.snapshot is not None:
+            ref = PlayerRef.parse(event.snapshot)
+            self._frozen_at[ref.side] = event.steps
+            self._past.setdefault(ref.side, []).append(ref)
+            self._all_past.append(ref)
+            self.lineage.append(event)
+            self.ratings[self._number(ref)] = Rating(self.ratings[self._number(PlayerRef(ref.side))].mu)
+        elif event.lost is not None:
+            ref = PlayerRef.parse(event.lost)
+            for refs in (self._past.get(ref.side, []), self._all_past):
+                if ref in refs:
+                    refs.remove(ref)
+
+    def _fold_result(self, event: Event) -> None:
+        if len(event.seats) == 2 and len(event.returns) == 2:  # most games
+            (a, b), (x, y) = event.seats.values(), event.returns.values()
+            if event.seats.keys() != event.returns.keys():
+                raise DataError(f"{self.log.path}: match {event.id} has returns of other agents than it seats")
+            if list(event.seats) != list(event.returns):
+                x, y = y, x
+            if a != b:
+                self._meet(a, b, x - y)
+            return
+        of: dict[str, list[float]] = {}
+        for agent, name in event.seats.items():
+            if agent not in event.returns:
+                raise DataError(f"{self.log.path}: match {event.id} has no return of agent {agent!r}")
+            of.setdefault(name, []).append(event.returns[agent])
+        means = [(name, math.fsum(xs) / len(xs)) for name, xs in of.items()]
+        for i, (a, x) in enumerate(means):
+            for b, y in means[i + 1 :]:
+                self._meet(a, b, x - y)
+
+    def _meet(self, a: str, b: str, by: float) -> None:
+        outcome = DRAW if abs(by) < 1e-9 else WIN if by > 0 else LOSS
+        i, j = self._named(a), self._named(b)
+        self.payoff.add(i, j, outcome)
+        ratings = self.ratings
+        changes = (TAU if "@" not in a else 0.0, TAU if "@" not in b else 0.0)
+        ratings[i], ratings[j] = rate(ratings[i], ratings[j], outcome, changes)
+
+    def _named(self, name: str) -> int:
+        number = self._by_name.get(name)
+        return self._number(PlayerRef.parse(name)) if number is None else number
+
+    def _number(self, ref: PlayerRef) -> int:
+        if ref not in self._numbers:
+            self._numbers[ref] = self._by_name[str(ref)] = len(self.refs)
+            self.refs.append(ref)
+            self.ratings.append(Rating())
+        return self._numbers[ref]
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        """Beside the log, as plain data: how far that is known, and the matches that are under way."""
+        return {
+            "offset": self.log.sync(),
+            "next": self._next,
+            "open": json.dumps([[job.id, _plain(job.seats)] for job in self._open.values()]),
+            "again": json.dumps([_plain(seats) for seats in self._again]),
+            "refused": dict(self.refused),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """As it was when `get_state` was called; what was logged since is cut off with the next result."""
+        self._read(int(state["offset"]))
+        self._next = int(state["next"])
+        self._open = {int(id): Job(int(id), _seats(seats)) for id, seats in json.loads(state["open"])}
+        self._again = deque(map(_seats, json.loads(state["again"])))
+        self.refused.update({str(why): int(n) for why, n in state["refused"].items()})
+
+    def restart(self) -> None:
+        """From the log alone: all results that are in it count. Matches that were under way are not known any more, and
+        their results are refused."""
+        self._read(None)
+
+    def _read(self, until: int | None) -> None:
+        self._forget()
+        seen: set[int] = set()
+        for event in self.log.read(until):
+            if event.id is not None:
+                if event.id in seen:
+                    raise DataError(f"{self.log.path}: the result of match {event.id} is in it twice")
+                seen.add(event.id)
+            self._fold(event)
+        self._next = (max(seen, default=-1) // _BLOCK + 1) * _BLOCK
+
+
+def _plain(seats: Mapping[str, PlayerRef]) -> dict[str, str]:
+    return {agent: str(ref) for agent, ref in seats.items()}
+
+
+def _seats(seats: Mapping[str, str]) -> dict[str, PlayerRef]:
+    return {agent: PlayerRef.parse(name) for agent, name in seats.items()}
