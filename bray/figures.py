@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bray.errors import CheckpointError, ConfigError, DataError
-from bray.metrics.rows import ENV_STEPS
+from bray.metrics.rows import ENV_STEPS, RATING, RATING_CI
 from bray.rundir import write_atomic
 from bray.rundir.reader import read_plain
 
@@ -166,6 +166,7 @@ def plot_learning_curve(axes: Any, run_dirs: PathLike | Sequence[PathLike]) -> N
         _draw(axes, curves, _COLORS[0], "training", [str(d) for d in dirs])
     if len(dirs) == 1:
         _draw_agents(axes, results[0])
+        _draw_rating(axes, results[0])
     if len(dirs) > 1 and evaluations:
         _draw(axes, [e[:2] for e in evaluations], _COLORS[1], "evaluation", [str(d) for d in dirs])
     elif evaluations:
@@ -182,6 +183,55 @@ def _draw_agents(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     for key, color in zip(keys, _COLORS[2:], strict=False):
         name = key.removeprefix("agent/").removesuffix("/return_mean")
         axes.plot(*series(rows, key), color=color, lw=1.0, label=f"{name}, training")
+
+
+def _draw_rating(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The rating of a policy that plays itself, on a scale of its own: what it is paid says little of how strong it
+    is."""
+    x, rating = series(rows, RATING)
+    half = series(rows, RATING_CI)[1]
+    if not len(x):
+        return
+    other = axes.twinx()
+    other.plot(x, rating, color=_COLORS[4], lw=1.6)
+    other.fill_between(x, rating - half, rating + half, color=_COLORS[4], alpha=0.15, lw=0)
+    other.set_ylabel("rating")
+    other.spines["top"].set_visible(False)
+    axes.plot([], [], color=_COLORS[4], lw=1.6, label="rating, 95 % confidence (right)")
+
+
+def win_rates(out: PathLike, names: Sequence[str], rates: np.ndarray, games: np.ndarray, title: str) -> Path:
+    """A heat map: how often each player wins against each other one; pairs that never met are blank."""
+    n = len(names)
+    with _picture(Path(out), title, (2.5 + 0.42 * n, 1.8 + 0.38 * n)) as axes:
+        shown = axes.imshow(np.where(games > 0, rates, np.nan), cmap="RdYlGn", vmin=0.0, vmax=1.0)
+        for i, j in zip(*np.nonzero(games > 0), strict=True):
+            axes.text(j, i, f"{100 * rates[i, j]:.0f}", ha="center", va="center", fontsize=7)
+        axes.set_xticks(range(n), names, rotation=60, ha="right", fontsize=8)
+        axes.set_yticks(range(n), names, fontsize=8)
+        axes.figure.colorbar(shown, shrink=0.8, label="games won by the row, a draw is a half")
+    return Path(out)
+
+
+def ratings(
+    out: PathLike,
+    curve: Sequence[Mapping[str, Any]],
+    points: Mapping[str, Sequence[tuple[float, float, float]]],
+    title: str,
+) -> Path:
+    """Ratings over environment steps: of the policy while it trained, by its rows, and of the snapshots of each player,
+    (steps, rating, half width of its interval) each."""
+    with _figure(Path(out), title, None) as axes:
+        x, rating = series(curve, RATING)
+        if len(x):
+            axes.plot(x, rating, color=_COLORS[0], lw=1.6, label="while it trained")
+        for (name, found), color in zip(points.items(), _COLORS[1:], strict=False):
+            steps, mean, half = np.array(found, float).reshape(-1, 3).T
+            axes.errorbar(
+                steps, mean, half, fmt="o", ms=4, lw=1.0, capsize=2, color=color, label=f"snapshots of {name}"
+            )
+        axes.set_ylabel("rating")
+    return Path(out)
 
 
 def overlay(
@@ -280,6 +330,12 @@ def _sheet(out: Path | None, size: tuple[float, float] = _SIZE) -> Iterator[Any]
         plt.show()
         plt.close(figure)
         return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(dpi=150, **size)  # no pyplot: no global state
+    FigureCanvasAgg(figure)
+    yield figure
     kind, known = out.suffix.lstrip(".").lower(), figure.canvas.get_supported_filetypes()
     if kind not in known:
         raise ConfigError(f"{out}: expected a picture file that ends in .{', .'.join(sorted(known))}")
@@ -295,7 +351,7 @@ def _style(axes: Any, threshold: float | None) -> None:
         label = f"threshold {threshold:,g}"
         axes.axhline(threshold, color="#444", lw=1.1, ls=(0, (5, 4)), label=label, zorder=1)
     axes.set_xlabel("environment steps")
-    axes.set_ylabel("episode return")
+    axes.set_ylabel(axes.get_ylabel() or "episode return")
     axes.xaxis.set_major_locator(MaxNLocator(8))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(thousands))

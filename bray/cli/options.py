@@ -76,6 +76,8 @@ class Train(Reading):
     """A run as YAML, JSON or Python."""
     config: Annotated[str | None, Flag(metavar="JSON")] = None
     """'{"lr": 1e-3}'"""
+    self_play: bool = False
+    """Play against itself and its past selves; keys: self_play.pool=20, ..."""
     no_preset: bool = False
     """Leave out the settings that ship with Bray."""
     seeds: Annotated[list[int] | None, Flag("--seed")] = None

@@ -80,6 +80,8 @@ def _flags(options: Train, flags: ConfigSource) -> ConfigSource:
         if value is not None:
             values.setdefault(section, {})[key] = algo_name(value) if flag == "--run" else value
             texts = {**texts, (section, key): f"{flag} {value}"}
+    if options.self_play:
+        values.setdefault("run", {})["self_play"] = {}
     return ConfigSource("command line", values, texts=texts)
 
 

@@ -209,7 +209,7 @@ ELSEWHERE: dict[str, str] = {
     "bray learn": "bray train",
     "bray list": "bray runs",
     **{f"bray {name}_start": f"not here: {_ITSELF}" for name in ("coordinator", "manager", "learner", "actor")},
-    "bray league_manager_start": "not here: there is no league; RemoteModel.clone and its pool are what it would use",
+    "bray league_manager_start": "bray train --self-play, where one policy learns; several players are bray.league",
 }
 """A name elsewhere (a key, `--flag`, `bray command` or `bray command --flag`) -> ours; `nothing: why` where it can be
 left out, `not here: why` where nothing does its work."""

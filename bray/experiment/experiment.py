@@ -15,7 +15,7 @@ import torch
 
 from bray import figures, rundir
 from bray._version import __version__
-from bray.act import GREEDY
+from bray.act import GREEDY, SAMPLE
 from bray.algos import algo_name, make_policy
 from bray.config import ConfigSource
 from bray.config.secrets import refuse_hidden
@@ -51,16 +51,18 @@ from bray.rundir.trust import Answer, When
 from bray.rundir.weights import WeightReport
 from bray.serving.graph import GraphExport
 from bray.spec import EnvSpec
+from bray.train.acting import Player
 from bray.train.callbacks import CallbackList, make_callbacks
 from bray.train.device import acting_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.fit import Choice
-from bray.train.games import GameTraining, Player, play_games, seating_of, summarize_games
+from bray.train.games import GameTraining, play_games, seating_of, summarize_games
 from bray.train.goals import Score, check_stop, reached
 from bray.train.live import ID as LIVE, LiveTraining, live_spec
 from bray.train.local import LocalTraining, seeded
 from bray.train.machine import this_machine
 from bray.train.offline import ID as FILES, FileTraining, data_spec
+from bray.train.opponents import load_opponent
 from bray.train.policies import (
     PolicyTrainings,
     first_algorithm,
@@ -227,7 +229,10 @@ class Experiment:
         c = self.config
         if self.is_game:
             setups = self.policies or {DEFAULT: Setup(self.algo, self.env_id, False, c)}
-            return GameTraining(setups, c["run"], c["env"], c["run"].policies_to_train, home_of(c["run"]))
+            home, learn = home_of(c["run"]), c["run"].policies_to_train
+            return GameTraining(setups, c["run"], c["env"], learn, home, opponent_of)
+        if c["run"].self_play is not None:
+            raise ConfigError(f"run.self_play is for a game of several agents, and {self.env_id} has one: leave it out")
         if c["run"].policy_mapping is not None:
             raise ConfigError(
                 f"run.policy_mapping is for a game of several agents, and {self.env_id} has one: leave it out, each "
@@ -261,6 +266,8 @@ class Experiment:
                     write_about(own, self.policies[name], part)
         elif not self._resumes:
             write_about(directory, self, training)
+        if isinstance(training, GameTraining):
+            training.keep_in(directory)
         if not self._resumes:
             self._warn_of_script()
         return directory
@@ -543,6 +550,8 @@ class Experiment:
         with made_from(path):
             run = self.run
         training, weights = self.training, checkpoint.models
+        if isinstance(training, GameTraining):
+            training.keep_in(directory)
         if training.several:
             if training.sides.keys() != weights.keys():
                 raise CheckpointError(
@@ -737,6 +746,16 @@ class Experiment:
     def close(self) -> None:
         if self._run is not None:
             self._run.close()
+
+
+def opponent_of(name: str, spec: EnvSpec) -> Player:
+    """Who plays by this name, in a game with these spaces: a name of `load_opponent`, or the directory of a run."""
+    if not Path(name).is_dir():
+        return load_opponent(name, spec)
+    served = Experiment.load(name, plays=False).served
+    if (served.spec.observation, served.spec.action) != (spec.observation, spec.action):
+        raise ConfigError(f"opponent {name}: it was trained for other spaces than this game has")
+    return Player(served.engine, served.policy, served.initial_state, SAMPLE)
 
 
 def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any]:

@@ -23,6 +23,23 @@ logger = logging.getLogger("bray")
 _BLOCK = 1 << 20  # numbers of matches that a league which starts from its log alone leaves out
 
 
+class _Refs(list[PlayerRef]):
+    """Players with their numbers: looking these up takes longer than all else in drawing one of ten thousand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+
+    def note(self, ref: PlayerRef, number: int) -> None:
+        self.append(ref)
+        self.numbers.append(number)
+
+    def forget(self, ref: PlayerRef) -> None:
+        if ref in self:
+            del self.numbers[self.index(ref)]
+            self.remove(ref)
+
+
 class Job(NamedTuple):
     """A match to play."""
 
@@ -96,8 +113,8 @@ class League:
         """Results that did not count, by reason."""
         self._numbers: dict[PlayerRef, int] = {}
         self._by_name: dict[str, int] = {}
-        self._past: dict[str, list[PlayerRef]] = {}
-        self._all_past: list[PlayerRef] = []
+        self._past: dict[str, _Refs] = {}
+        self._all_past = _Refs()
         self._frozen_at = dict.fromkeys(self.players, 0)  # steps of the last snapshot
         self._open: dict[int, Job] = {}
         self._again: deque[dict[str, PlayerRef]] = deque()
@@ -115,7 +132,8 @@ class League:
 
     def win_rates(self, player: PlayerRef, others: Sequence[PlayerRef]) -> np.ndarray:
         numbers = self._numbers
-        return self.payoff.win_rates(numbers[player], list(map(numbers.__getitem__, others)))
+        of = others.numbers if isinstance(others, _Refs) else list(map(numbers.__getitem__, others))
+        return self.payoff.win_rates(numbers[player], of)
 
     def record(self, player: PlayerRef, other: PlayerRef) -> Record:
         return self.payoff.record(self._numbers[player], self._numbers[other])
@@ -220,15 +238,15 @@ class League:
         elif event.snapshot is not None:
             ref = PlayerRef.parse(event.snapshot)
             self._frozen_at[ref.side] = event.steps
-            self._past.setdefault(ref.side, []).append(ref)
-            self._all_past.append(ref)
+            number = self._number(ref)
+            for refs in (self._past.setdefault(ref.side, _Refs()), self._all_past):
+                refs.note(ref, number)
             self.lineage.append(event)
-            self.ratings[self._number(ref)] = Rating(self.ratings[self._number(PlayerRef(ref.side))].mu)
+            self.ratings[number] = Rating(self.ratings[self._number(PlayerRef(ref.side))].mu)
         elif event.lost is not None:
             ref = PlayerRef.parse(event.lost)
-            for refs in (self._past.get(ref.side, []), self._all_past):
-                if ref in refs:
-                    refs.remove(ref)
+            for refs in (self._past.get(ref.side, _Refs()), self._all_past):
+                refs.forget(ref)
 
     def _fold_result(self, event: Event) -> None:
         if len(event.seats) == 2 and len(event.returns) == 2:  # most games

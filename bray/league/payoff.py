@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 WIN, DRAW, LOSS = 1, 0, -1
+_NEVER = 1 << 62
 
 
 class Record(NamedTuple):
@@ -28,22 +29,26 @@ class Payoff:
         """decay: of what a game counts, with each later one of the same two. min_games: below so many games nothing is
         known, and each wins half of them."""
         self.decay, self.min_games = decay, min_games
-        self._pairs: dict[int, dict[int, int]] = {}  # of each player, with whom: the number of the pair
-        self._counts = array("d")  # of each pair: won by the player of the lower number, drawn, won by the other
+        # Of each player, by the other one: the number of their pair, or where the other one is its first, ~number.
+        self._pairs: dict[int, dict[int, int]] = {}
+        self._counts = array("d")  # of each pair: won by the first, drawn, lost by the first
         self._games = array("q")
 
     def add(self, a: int, b: int, outcome: int) -> None:
         """A game of two; the outcome is a's."""
-        if b < a:
-            a, b, outcome = b, a, -outcome
-        pairs = self._pairs.setdefault(a, {})
+        pairs = self._pairs.get(a)
+        if pairs is None:
+            pairs = self._pairs[a] = {}
         pair = pairs.get(b)
-        counts, decay = self._counts, self.decay
+        counts = self._counts
         if pair is None:
-            pair = pairs[b] = self._pairs.setdefault(b, {})[a] = len(self._games)
+            pairs[b] = pair = len(self._games)
+            self._pairs.setdefault(b, {})[a] = ~pair
             counts.extend((0.0, 0.0, 0.0))
             self._games.append(0)
-        at = 3 * pair
+        elif pair < 0:
+            pair, outcome = ~pair, -outcome
+        at, decay = 3 * pair, self.decay
         counts[at] *= decay
         counts[at + 1] *= decay
         counts[at + 2] *= decay
@@ -54,21 +59,28 @@ class Payoff:
         pair = self._pairs.get(a, {}).get(b)
         if pair is None:
             return Record(0.0, 0.0, 0.0, 0)
-        first, drawn, second = self._counts[3 * pair : 3 * pair + 3]
-        won, lost = (first, second) if a < b else (second, first)
-        return Record(won, drawn, lost, self._games[pair])
+        number = pair if pair >= 0 else ~pair
+        won, drawn, lost = self._counts[3 * number : 3 * number + 3]
+        return (
+            Record(won, drawn, lost, self._games[number])
+            if pair >= 0
+            else Record(lost, drawn, won, self._games[number])
+        )
 
     def win_rates(self, a: int, others: Sequence[int]) -> np.ndarray:
         """How often `a` wins against each of the others, a draw being half a win."""
         pairs = self._pairs.get(a)
         if not pairs or not others:
             return np.full(len(others), 0.5)
-        found = np.fromiter(map(pairs.get, others, repeat(-1)), np.int64, len(others))
-        counts = np.frombuffer(self._counts).reshape(-1, 3)[found]
-        games = np.frombuffer(self._games, np.int64)[found]
-        won = np.where(np.asarray(others) > a, counts[:, 0], counts[:, 2])
-        known = (found >= 0) & (games >= self.min_games)
-        return np.where(known, (won + 0.5 * counts[:, 1]) / np.maximum(counts.sum(1), 1e-300), 0.5)
+        found = np.fromiter(map(pairs.get, others, repeat(_NEVER)), np.int64, len(others))
+        rates, met = np.full(len(others), 0.5), np.flatnonzero(found != _NEVER)
+        swapped = found[met] < 0
+        pair = np.where(swapped, ~found[met], found[met])
+        counts = np.frombuffer(self._counts).reshape(-1, 3)[pair]
+        rate = (counts[:, 0] + 0.5 * counts[:, 1]) / counts.sum(1)
+        known = np.frombuffer(self._games, np.int64)[pair] >= self.min_games
+        rates[met[known]] = np.where(swapped, 1.0 - rate, rate)[known]
+        return rates
 
     def win_rate(self, a: int, b: int) -> float:
         return float(self.win_rates(a, [b])[0])

@@ -19,6 +19,7 @@ TAU = _SIGMA / 100.0
 DRAWS = 0.1
 """Share of games between equals that are taken to end in a draw."""
 _SCALE = ELO_BETA / _BETA
+_NORM, _HALF = 1.0 / math.sqrt(2.0 * math.pi), math.sqrt(0.5)
 _MOST = 2000  # players whose ratings are fitted together
 
 
@@ -77,16 +78,16 @@ def rate(
 ) -> tuple[Rating, Rating]:
     """Ratings after a game of two (TrueSkill, Herbrich et al. 2006); `outcome` of a: 1, 0 for a draw, or -1. `tau`: by
     how much each may have changed since its last game; 0 for who does not learn."""
-    if outcome < 0:
-        second, first = rate(b, a, 1, (tau[1], tau[0]), draws)
-        return first, second
-    va, vb = a.sigma**2 + tau[0] ** 2, b.sigma**2 + tau[1] ** 2
-    c = math.sqrt(va + vb + 2.0 * _BETA**2)
-    t, margin = (a.mu - b.mu) / c, _margin(draws) / c
-    v, w = _drawn(t, margin) if outcome == 0 else _won(t - margin)
+    (mean_a, sigma_a), (mean_b, sigma_b), (tau_a, tau_b) = a, b, tau
+    va, vb = sigma_a * sigma_a + tau_a * tau_a, sigma_b * sigma_b + tau_b * tau_b
+    square = va + vb + 2.0 * _BETA * _BETA
+    c = math.sqrt(square)
+    t, margin = (mean_a - mean_b) / c, _margin(draws) / c
+    v, w = _drawn(t, margin) if outcome == 0 else _won(outcome * t - margin)
+    move, shrink = (outcome or 1) * v / c, w / square
     return (
-        Rating(a.mu + va / c * v, math.sqrt(va * max(1.0 - va / c**2 * w, 1e-9))),
-        Rating(b.mu - vb / c * v, math.sqrt(vb * max(1.0 - vb / c**2 * w, 1e-9))),
+        Rating(mean_a + va * move, math.sqrt(va * max(1.0 - va * shrink, 1e-9))),
+        Rating(mean_b - vb * move, math.sqrt(vb * max(1.0 - vb * shrink, 1e-9))),
     )
 
 
@@ -105,11 +106,11 @@ def _margin(draws: float) -> float:
 
 
 def _pdf(x: float) -> float:
-    return math.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    return math.exp(-0.5 * x * x) * _NORM
 
 
 def _cdf(x: float) -> float:
-    return 0.5 * math.erfc(-x / math.sqrt(2.0))
+    return 0.5 * math.erfc(x * -_HALF)
 
 
 def _won(t: float) -> tuple[float, float]:

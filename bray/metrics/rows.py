@@ -21,6 +21,9 @@ NAN_METRICS = "nan_metrics"
 HEALTH = "health"
 """The key that names what has looked wrong so far; rows of a run that looks sound do not have it."""
 
+RATING, RATING_CI = "league/rating", "league/rating_ci95"
+"""How strong a policy is that plays itself, on Elo's scale, and half the width of its 95 % interval."""
+
 SIDE = "side/"
 """Begins the keys of one of several policies: `side/NAME/loss/policy_loss`."""
 

@@ -8,7 +8,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bray.metrics.rows import ENV_STEPS, HEALTH, ITERATION, NAN_METRICS, SIDE, Row, flatten_row
+from bray.metrics.rows import (
+    ENV_STEPS,
+    HEALTH,
+    ITERATION,
+    NAN_METRICS,
+    RATING,
+    RATING_CI,
+    SIDE,
+    Row,
+    flatten_row,
+)
 
 _NOTEBOOK_S = 0.5  # between two pictures of the table in a notebook
 _STALE = 10  # rows without the end of an episode, after which their return is told as an old one
@@ -189,11 +199,20 @@ class TerminalSink:
 
 
 def _main(row: Row, most: int = 6) -> list[tuple[str, Any]]:
-    """The numbers worth a place on the screen besides the fixed ones: evaluation first, then losses."""
+    """The numbers worth a place on the screen besides the fixed ones: what self-play comes to and evaluation first,
+    then losses."""
+    out: list[tuple[str, Any]] = []
+    if row.get(RATING) is not None:
+        out.append(("rating", f"{row[RATING]:.0f} ± {row[RATING_CI]:.0f}"))
+    for key in [k for k in row if k.endswith("/win")]:
+        group = key.removesuffix("/win")
+        shares = (row.get(f"{group}/{name}") or 0.0 for name in ("win", "draw", "loss"))
+        whom = "past selves" if group == "league" else group.removeprefix("eval/")
+        out.append((f"won, drawn, lost against {whom}", " ".join(f"{x:.0%}" for x in shares)))
     keys = [k for k in row if k.startswith("eval/") and k.endswith("mean")]
     keys += [k for k in row if k.startswith(SIDE) and k.endswith("/episode_return_mean")]
     keys += [k for k in row if k.startswith("loss/")]
-    return [(k, row[k]) for k in keys if isinstance(row[k], (int, float))][:most]
+    return [*out, *((k, row[k]) for k in keys if isinstance(row[k], (int, float)))][:most]
 
 
 def _no_return(row: Row) -> str:

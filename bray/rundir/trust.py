@@ -97,6 +97,10 @@ def _wrappers(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any
             yield name, wrapper
 
 
+def _opponents(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    return _each_code(value.get("opponents") or (), section)
+
+
 def _callbacks(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     for callback in value:
         if isinstance(callback, Mapping) and "name" not in callback:  # {event: function}
@@ -128,6 +132,7 @@ ASKS: dict[str, Ask] = {
     "run.algorithm": Ask(_IMPORT, When.MADE, _code),
     "run.callbacks": Ask(_IMPORT, When.MADE, _callbacks),
     "run.policy_mapping": Ask(_IMPORT, When.PLAYS, _code),
+    "run.self_play": Ask(_IMPORT, When.TRAINS, _opponents),
     "env.id": Ask(_IMPORT, When.PLAYS, _environment),
     "env.env_config": Ask("hand to its environment", When.PLAYS, _environment_files),
     "env.per_env": Ask("hand to its environment", When.PLAYS, _environment_files),

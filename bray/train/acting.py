@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,24 @@ def initial_state(model: nn.Module) -> Any:
     return lambda n: tree.map(np.asarray, model.initial_state(n))  # type: ignore[operator]
 
 
+@dataclass
+class Player:
+    """Who plays a side, where nobody learns."""
+
+    engine: Any
+    policy: Any
+    initial_state: Any = None
+    mode: str | None = None
+    """How it chooses actions, where not as everybody does."""
+    seats: Any = None
+    """What sits at the table for it, in place of a SeatRollout."""
+
+
 def acting_engine(model: nn.Module, policy: Any, record: Record = True) -> TorchEngine:
     """The Model as a Policy asks it."""
     return TorchEngine(model, None if is_recurrent(model) else policy.reads, record)
+
+
+def player_of(model: nn.Module, policy: Any, record: Record = True, mode: str | None = None) -> Player:
+    """Who plays by a Model and a Policy."""
+    return Player(acting_engine(model, policy, record), policy, initial_state(model), mode)

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from bray.config.declare import Amount, Count, Excludes, Flag, Needs, Positive, Secret, Whole, values_of
+from bray.config.check import check_fields
+from bray.config.declare import Amount, Count, Excludes, Flag, Needs, Positive, Secret, Share, Whole, values_of
 from bray.errors import ConfigError
 from bray.serving.config import LearnConfig, ServiceConfig, ServiceSettings
 
@@ -53,6 +54,27 @@ def parse_mapping(given: str) -> Any:
 
 
 @dataclass(frozen=True)
+class SelfPlayConfig:
+    """Whom a policy plays that learns a game of several agents from games against itself."""
+
+    pool: Count = 20
+    """Newest snapshots that are its opponents."""
+    newest: Share = 0.5
+    """Share of the games against itself as it is now; the others are against snapshots."""
+    snapshot_every: Count = 20_000
+    """Environment steps between two snapshots; the first one is what it begins with."""
+    weighting: Literal["squared", "variance", "linear", "uniform"] = "squared"
+    """Which snapshots it meets more often: squared, linear = those that it loses to; variance = those of its own
+    strength; uniform = all alike."""
+    opponents: list[str] = field(default_factory=lambda: ["random", "first"])
+    """Whom an evaluation plays `eval_episodes` games each: random, first (the first snapshot), `module:function` with
+    `function(obs, rng) -> action`, or another run directory."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "run.self_play")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """How long, where and how carefully a run goes."""
 
@@ -88,6 +110,9 @@ class RunConfig:
     the policies, or all one policy."""
     policies_to_train: Annotated[list[str] | None, Flag(metavar="NAME"), Needs("policies")] = None
     """Those that learn; the others play with the weights that they start with. null = all."""
+    self_play: SelfPlayConfig | None = None
+    """In a game of several agents: play against itself as it is now and as it was, snapshots of its own weights
+    (docs/league.md); {} = with these defaults. null = all agents play by the newest weights."""
     device: Annotated[str, Flag(metavar="D")] = "auto"
     """Where the learner computes: cpu, cuda, cuda:N. auto = a GPU where there is one and the network is large enough to
     be faster there (docs/scaling.md)."""

@@ -22,23 +22,26 @@ from bray.envs.make import make_vec
 from bray.envs.missing import warn_once
 from bray.envs.registry import sent
 from bray.envs.rewards import RewardTransform
-from bray.envs.table import DEFAULT, Seating
+from bray.envs.table import DEFAULT, Game, Seating
 from bray.envs.vector import VecEnv
 from bray.errors import ConfigError
 from bray.metrics.rows import side_key
-from bray.spec import SideSpec
-from bray.train.acting import acting_engine, initial_state
+from bray.rundir import RunDir
+from bray.spec import EnvSpec, SideSpec
+from bray.train.acting import Player, acting_engine, initial_state, player_of
 from bray.train.callbacks import CallbackList
 from bray.train.config import RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver
 from bray.train.evaluate import EVAL_SEED, LONGEST, eval_config, summarize
 from bray.train.local import make_side
+from bray.train.opponents import FIRST, load_opponent
 from bray.train.processes import Processes
 from bray.train.sampler import GamePlan, Played, SidePlan
+from bray.train.self_play import LeagueSeats, LeagueSource, Snapshots
 from bray.train.setup import Setup
 from bray.train.side import Side
-from bray.train.table import Match, MatchNumbers, SeatRollout, TableSource, refuse_watch
+from bray.train.table import Match, MatchNumbers, SeatRollout, TableSource, outcome, refuse_watch, shares
 from bray.train.workers import Home, WorkerSource
 
 logger = logging.getLogger("bray")
@@ -121,10 +124,14 @@ class GameTraining(Driver):
         env: EnvConfig,
         learn: Sequence[str] | None = None,
         home: Callable[[], Home] | None = None,
+        opponent_of: Callable[[str, EnvSpec], Player] = load_opponent,
     ):
         """`setups`: of each policy, by name. `learn`: names of those that do; None: all. `home` makes the place where
-        workers live; None = processes of this machine."""
-        self.run_config, self.env_config = run, env
+        workers live; None = processes of this machine. `opponent_of`: who plays by a name in evaluations of
+        self-play."""
+        self.run_config, self.env_config, self.opponent_of = run, env, opponent_of
+        self.league: LeagueSource | None = None
+        """The games, where a policy plays against itself and its snapshots."""
         self.device = resolve_device(run.device)
         _check(run, env)
         self.seating = Seating(tuple(setups), run.policy_mapping)
@@ -153,37 +160,55 @@ class GameTraining(Driver):
                 "agents one"
             )
         if isinstance(experience, Rollouts):
-            # where a mapping deals agents out anew in each game, a side has its share of the seats
-            drawn = len(self.seating.policies) if callable(self.seating.rule(self.agents)) else 1
-            experience.columns = max(1, round(seats / drawn))
+            experience.columns = max(1, round(seats * self._share_of_seats(game)))
         return side
 
+    def _share_of_seats(self, game: SideSpec) -> float:
+        """How many of the seats of a side it has at a time, on average."""
+        if (own := self.run_config.self_play) is not None:  # against snapshots, one seat of a game learns
+            return own.newest + (1.0 - own.newest) / game.seats
+        return 1.0 / len(self.seating.policies) if callable(self.seating.rule(self.agents)) else 1.0
+
     def _play_here(self, sides: Mapping[str, Side]) -> TableSource:
-        run, env = self.run_config, self.env
+        run, env, own = self.run_config, self.env, self.run_config.self_play
         assert env is not None
-        seats = {}
-        for i, (name, side) in enumerate(sides.items()):
-            game = env.spec.sides[name]
-            n = env.num_envs * game.seats
-            side.policy.seat(0, n, n)
-            rewards = RewardTransform(self.env_config, n, getattr(side.config, "gamma", 1.0))
-            seats[name] = SeatRollout(
-                name,
-                game,
-                env.num_envs,
-                acting_engine(side.model, side.policy, run.record),
-                side.policy,
-                np.random.default_rng([run.seed, i]),
-                rewards=rewards if rewards.active else None,
-                initial_state=initial_state(side.model),
-                rows=_rows(side),
-                replays=isinstance(side.experience, Replay),
-                state_every=side.experience.state_every,
-                record=run.record,
-            )
-        source = TableSource(env, seats, self.agents)
+        source: TableSource
+        if own is None:
+            source = TableSource(env, {n: self._seats(i, s) for i, (n, s) in enumerate(sides.items())}, self.agents)
+        else:
+            ((name, side),) = sides.items()
+            snapshots = Snapshots(side, own.pool + 1, run.record)
+            seats = self._seats(0, side, snapshots)
+            source = self.league = LeagueSource(env, {name: seats}, self.agents, own, snapshots, run.seed)
         source.reset(run.seed)
         return source
+
+    def _seats(self, i: int, side: Side, snapshots: Snapshots | None = None) -> Any:
+        run, env = self.run_config, self.env
+        assert env is not None
+        game = env.spec.sides[side.name]
+        n = env.num_envs * game.seats
+        side.policy.seat(0, n, n)
+        rewards = RewardTransform(self.env_config, n, getattr(side.config, "gamma", 1.0))
+        return (SeatRollout if snapshots is None else partial(LeagueSeats, snapshots=snapshots))(
+            side.name,
+            game,
+            env.num_envs,
+            acting_engine(side.model, side.policy, run.record),
+            side.policy,
+            np.random.default_rng([run.seed, i]),
+            rewards=rewards if rewards.active else None,
+            initial_state=initial_state(side.model),
+            rows=_rows(side),
+            replays=isinstance(side.experience, Replay),
+            state_every=side.experience.state_every,
+            record=run.record,
+        )
+
+    def keep_in(self, directory: RunDir) -> None:
+        """Where results and snapshots of self-play are written."""
+        if self.league is not None:
+            self.league.keep_in(directory)
 
     def _play_in_workers(
         self, setups: Mapping[str, Setup], sides: Mapping[str, Side], home: Callable[[], Home] | None
@@ -212,11 +237,20 @@ class GameTraining(Driver):
 
     def evaluate(self, episodes: int | None = None) -> dict[str, Any]:
         """Greedy games on seeds that are the same in every run, all sides as they are now."""
-        players = {name: Player.of(side, self.run_config.record) for name, side in self.sides.items()}
-        return evaluate_games(players, self.env_config, self.seating, episodes or self.run_config.eval_episodes)
+        record, episodes = self.run_config.record, episodes or self.run_config.eval_episodes
+        players = {name: player_of(side.model, side.policy, record) for name, side in self.sides.items()}
+        if self.league is None:
+            return evaluate_games(players, self.env_config, self.seating, episodes)
+        opponents = {}
+        for name in self.league.config.opponents:
+            opponents[name] = self.league.first() if name == FIRST else self.opponent_of(name, self.side.spec)
+        return play_opponents(players[self.side.name], opponents, self.env_config, self.agents, episodes)
 
 
 def _check(run: RunConfig, env: EnvConfig) -> None:
+    if run.self_play is not None and (run.workers or run.policies):
+        which = f"num_workers={run.workers}" if run.workers else "policies"
+        raise ConfigError(f"run.self_play is one policy that plays here: leave {which} out (num_workers=0)")
     if run.workers and env.normalize_rewards:
         raise ConfigError("env.normalize_rewards of games of several agents needs num_workers=0: leave one of them out")
     if run.inference == "central" or (run.env_groups or 1) > 1:
@@ -229,19 +263,6 @@ def _check(run: RunConfig, env: EnvConfig) -> None:
             raise ConfigError(
                 f"run.policies.{name}: env.{next(iter(own))} is of the game that all policies play in: set it for all"
             )
-
-
-@dataclasses.dataclass
-class Player:
-    """Who plays a side, where nobody learns."""
-
-    engine: Any
-    policy: Any
-    initial_state: Any = None
-
-    @staticmethod
-    def of(side: Side, record: Any = True) -> Player:
-        return Player(acting_engine(side.model, side.policy, record), side.policy, initial_state(side.model))
 
 
 def play_games(
@@ -259,7 +280,8 @@ def play_games(
     for i, (name, side) in enumerate(env.spec.sides.items()):
         p = players[name]
         rng = np.random.default_rng([seed, i])
-        seat = SeatRollout(name, side, env.num_envs, p.engine, p.policy, rng, mode=mode, initial_state=p.initial_state)
+        sits, how = p.seats or SeatRollout, p.mode or mode
+        seat = sits(name, side, env.num_envs, p.engine, p.policy, rng, mode=how, initial_state=p.initial_state)
         seat.set_clock(TRAINED)
         seats[name] = seat
     source = TableSource(env, seats, env.spec.agents)
@@ -289,6 +311,43 @@ def evaluate_games(players: Mapping[str, Player], env: EnvConfig, seating: Seati
     """Greedy games: the sum of all agents' returns, and each agent's and side's mean."""
     with make_vec(eval_config(env, min(games, 16)), seed=EVAL_SEED, seating=seating) as envs:
         return summarize_games(play_games(envs, players, games, EVAL_SEED))
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurns:
+    """A mapping: of one game after the other, one policy decides for another agent, and the other policy for the
+    rest."""
+
+    agents: Sequence[str]
+    one: str
+    rest: str
+
+    def __call__(self, agent: str, game: Game) -> str:
+        return self.one if self.agents.index(agent) == (game.env + game.episode) % len(self.agents) else self.rest
+
+
+def play_two(
+    one: Player, other: Player, env: EnvConfig, agents: Sequence[str], games: int, seed: int = EVAL_SEED
+) -> list[tuple[Match, str]]:
+    """Greedy games of two players, who change seats after each, with the agent that the first one was. Of more agents,
+    the other player decides for all the rest."""
+    seating = Seating(("one", "other"), InTurns(agents, "one", "other"))
+    with make_vec(eval_config(env, min(games, 16)), seed=seed, seating=seating) as envs:
+        matches = play_games(envs, {"one": one, "other": other}, games, seed)
+    return [(m, next(agent for agent, name in m.players.items() if name == "one")) for m in matches]
+
+
+def play_opponents(
+    me: Player, opponents: Mapping[str, Player], env: EnvConfig, agents: Sequence[str], games: int
+) -> dict[str, Any]:
+    """Games against each: how often they are won, drawn and lost (`eval/NAME/win`), and the mean return of all."""
+    found: dict[str, Any] = {}
+    played: list[tuple[float, int]] = []
+    for name, other in opponents.items():
+        matches = play_two(me, other, env, agents, games)
+        played += [(match.returns[mine], match.length) for match, mine in matches]
+        found |= shares(f"eval/{name}", (outcome(match, (mine,)) for match, mine in matches))
+    return (summarize(played) if played else {"eval/episodes": 0, "eval/return_mean": math.nan}) | found
 
 
 def summarize_games(matches: Sequence[Match]) -> dict[str, Any]:

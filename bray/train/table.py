@@ -62,6 +62,21 @@ class Match(NamedTuple):
         return sum(self.returns.values())
 
 
+def outcome(match: Match, mine: Iterable[str]) -> int:
+    """1, 0 or -1 by whether the mean return of these agents is larger than that of the others."""
+    ours = [match.returns[agent] for agent in mine]
+    others = [x for agent, x in match.returns.items() if agent not in mine]
+    by = sum(ours) / len(ours) - sum(others) / len(others)
+    return 0 if abs(by) < 1e-9 else 1 if by > 0 else -1
+
+
+def shares(group: str, outcomes: Iterable[int]) -> dict[str, float]:
+    """GROUP/win, /draw and /loss; nothing without games."""
+    found = list(outcomes)
+    kinds = {"win": 1, "draw": 0, "loss": -1}
+    return {f"{group}/{name}": found.count(kind) / len(found) for name, kind in kinds.items()} if found else {}
+
+
 class MatchNumbers:
     """Mean returns of agents and sides over the newest games."""
 

@@ -1,0 +1,279 @@
+"""Self-play: a policy against itself and its snapshots: whose rows are learnt from, who decides, exact resume."""
+
+import io
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from rich.console import Console
+
+import bray
+from bray.envs.agent_games import Nim
+from bray.errors import BrayError
+from bray.metrics import TerminalSink
+from bray.rundir import trust
+
+SMALL = {"rollout_length": 16, "epochs": 2, "minibatches": 2, "num_envs": 4, "iteration_steps": 100}
+SELF_PLAY = {"snapshot_every": 100, "pool": 3}
+
+
+class Coded(bray.MultiAgentEnv):
+    """Two take turns, two or three times each. What an agent sees says which game it is, who it is and how far it is;
+    what it is paid in all says which game it was."""
+
+    possible_agents = ("ann", "bob")
+    observation_spaces = dict.fromkeys(possible_agents, spaces.Box(-1e6, 1e6, (3,), np.float32))
+    action_spaces = dict.fromkeys(possible_agents, spaces.Discrete(2))
+    made = 0
+
+    def __init__(self):
+        Coded.made += 1
+        self.game, self.played = 1000 * Coded.made, []
+
+    def reset(self, *, seed=None, options=None):
+        self.game, self.t = self.game + 1, 0
+        return self.see(), {}
+
+    def see(self):
+        turn = self.t % 2
+        return {self.possible_agents[turn]: np.array([self.game, turn, self.t], np.float32)}
+
+    def step(self, actions):
+        ((agent, action),) = actions.items()
+        self.played.append((self.game, agent, int(action)))
+        self.t += 1
+        over = self.t == 4 + self.game % 3
+        paid = {"ann": 0.0, "bob": 0.0, agent: 0.5}
+        if over:
+            given = Counter(a for game, a, _ in self.played if game == self.game)
+            paid = {
+                a: sign * self.game - 0.5 * given[a] + (0.5 if a == agent else 0.0)
+                for a, sign in (("ann", 1), ("bob", -1))
+            }
+        return ({} if over else self.see()), paid, {"__all__": over}, {"__all__": False}, {}
+
+
+def events(path):
+    return [json.loads(line) for line in (path / "league" / "results.jsonl").read_text().splitlines()]
+
+
+def make(env, path=None, algo="PPO", **more):
+    return bray.Experiment(algo, env, path=path, **{**SMALL, "self_play": SELF_PLAY, **more})
+
+
+@pytest.mark.parametrize("newest", [0.0, 0.5, 1.0])
+def test_only_who_learns_has_rows_and_all_of_its_rows(tmp_path, newest):
+    """Told by a game that says who decided when, and by the league's log of who sat where."""
+    exp = make(Coded, tmp_path / "run", self_play={**SELF_PLAY, "newest": newest})
+    exp.save()
+    source, rows, closed = exp.training.sources[0], Counter(), set()
+    for _ in range(12):
+        for piece in source.gather()[0]:
+            for t, b in zip(*np.nonzero(piece.valid), strict=True):
+                game, who, at = piece.obs[t, b]
+                rows[int(game), int(who), int(at)] += 1
+                if piece.terminated[t, b]:
+                    closed.add((int(game), int(who)))
+    played = [one for log in source.foreach_env(lambda env: env.played) for one in log]
+    logged = [event for event in events(tmp_path / "run") if "id" in event]
+    live_of = {int(e["returns"]["ann"]): [a for a, ref in e["seats"].items() if ref == "default"] for e in logged}
+    assert len(live_of) > 20
+    assert sum(len(live) == 2 for live in live_of.values()) == pytest.approx(
+        newest * len(live_of), abs=0.25 * len(live_of)
+    )
+    turns = {}
+    for game, agent, _ in played:
+        turns.setdefault(game, []).append(agent)
+    for game, live in live_of.items():
+        if all((game, ["ann", "bob"].index(agent)) in closed for agent in live):  # else its end is in the next piece
+            expected = {(game, t % 2, t) for t, agent in enumerate(turns[game]) if agent in live}
+            assert {key for key in rows if key[0] == game} == expected
+    assert set(rows.values()) == {1}
+    assert source.agent_steps >= sum(rows.values())
+    exp.close()
+
+
+def always(exp, action):
+    """Its policy chooses this: by the bias of its two outputs, in a network with memory beside that of the value."""
+    with torch.no_grad():
+        for x in exp.training.model.parameters():
+            if x.shape in ((2,), (3,)):
+                x[:2] = torch.tensor([100.0, 0.0] if action == 0 else [0.0, 100.0])
+
+
+@pytest.mark.parametrize("lstm", [False, True])
+def test_snapshots_decide_by_their_own_weights(tmp_path, lstm):
+    exp = make(Coded, tmp_path / "run", self_play={**SELF_PLAY, "newest": 0.0}, use_lstm=lstm)
+    always(exp, 0)
+    exp.save()
+    source = exp.training.sources[0]
+    source.gather()
+    always(exp, 1)
+    before = {game for log in source.foreach_env(lambda env: env.played) for game, *_ in log}
+    for _ in range(4):
+        source.gather()
+    chosen = {}
+    for game, agent, action in [one for log in source.foreach_env(lambda env: env.played) for one in log]:
+        if game not in before:
+            chosen.setdefault((game, agent), set()).add(action)
+    checked = Counter()
+    for e in events(tmp_path / "run"):
+        for agent, ref in e.get("seats", {}).items():
+            found = chosen.get((int(e["returns"]["ann"]), agent))
+            if found is not None:
+                assert found == ({1} if ref == "default" else {0})
+                checked[ref] += 1
+    assert min(checked["default"], checked["default@0"]) > 10
+    exp.close()
+
+
+@pytest.mark.parametrize(("algo", "more"), [("PPO", {}), ("PPO", {"use_lstm": True}), ("DQN", {"learning_starts": 50})])
+def test_a_resumed_run_goes_on_exactly(tmp_path, algo, more):
+    settings = {
+        "num_envs": 4,
+        "iteration_steps": 100,
+        "self_play": SELF_PLAY,
+        **(SMALL if algo == "PPO" else {}),
+        **more,
+    }
+
+    def run(path):
+        return bray.Experiment(algo, Nim, path=path, **settings)
+
+    with run(tmp_path / "whole") as exp:
+        exp.fit({"env_steps_total": 1200}, progress=False)
+        whole = exp.training.weights()
+    with run(tmp_path / "parts") as exp:
+        for row in exp.train({"env_steps_total": 1200}):
+            if row["env_steps_total"] > 500:
+                break
+    log = tmp_path / "parts" / "league" / "results.jsonl"
+    result = {"id": 900, "seats": dict.fromkeys(["first", "second"], "default"), "returns": {"first": 1, "second": -1}}
+    with open(log, "a") as f:  # of games after the checkpoint, which are played again
+        f.write(json.dumps(result) + '\n{"id"')
+    with bray.Experiment.resume(tmp_path / "parts") as exp:
+        assert exp.exact
+        row = exp.fit({"env_steps_total": 1200}, progress=False)
+        parts = exp.training.weights()
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    assert log.read_bytes() == (tmp_path / "whole" / "league" / "results.jsonl").read_bytes()
+    assert row["league/snapshots"] > 3
+
+
+def test_snapshots_are_copies_that_stay(tmp_path):
+    with make(Nim, tmp_path / "run", keep_checkpoints=1, checkpoint_freq=1) as exp:
+        exp.save()
+        first = {name: x.copy() for name, x in exp.training.weights().items()}
+        row = exp.fit({"env_steps_total": 1000}, progress=False)
+        assert not all(np.array_equal(first[name], x) for name, x in exp.training.weights().items())
+    directory = bray.rundir.RunDir.open(tmp_path / "run")
+    assert all(np.array_equal(first[name], x) for name, x in directory.load_weights(0).items())
+    frozen = [int(e["snapshot"].partition("@")[2]) for e in events(tmp_path / "run") if "snapshot" in e]
+    assert set(frozen) <= set(directory.versions())
+    assert len(frozen) == row["league/snapshots"] > 3
+    with bray.Experiment.load(tmp_path / "run") as exp:  # it is a run of one policy like any other
+        assert len(exp.play_games(4)) == 4
+    ids = [e["id"] for e in events(tmp_path / "run") if "id" in e]
+    assert len(ids) == len(set(ids)) > 30
+    seats = [tuple(e["seats"].values()) for e in events(tmp_path / "run") if "id" in e]
+    assert {"default"} < {name for pair in seats for name in pair}
+    assert all("default" in pair for pair in seats)
+
+
+def test_a_snapshot_whose_file_is_gone_is_played_no_more(tmp_path, caplog):
+    with make(Nim, tmp_path / "run") as exp:
+        exp.fit({"env_steps_total": 500}, progress=False)
+    gone = [e["snapshot"] for e in events(tmp_path / "run") if "snapshot" in e][-2]
+    (tmp_path / "run" / "models" / "default" / f"{gone.partition('@')[2]}.safetensors").unlink()
+    with bray.Experiment.resume(tmp_path / "run") as exp:
+        exp.fit({"env_steps_total": 1500}, progress=False)
+    assert f"the weights of player {gone} are gone" in caplog.text
+    after = events(tmp_path / "run")
+    lost = after.index({"lost": gone})
+    assert all(e["id"] < 10**6 for e in after if "id" in e)
+    open_then = [e for e in after[lost:] if gone in e.get("seats", {}).values()]
+    assert len(open_then) <= 4, "only games that were under way"
+
+
+def heap_of_one(obs, rng):
+    return 0
+
+
+def broken(obs, rng):
+    raise RuntimeError("no idea")
+
+
+def test_it_is_evaluated_against_named_opponents(tmp_path):
+    with make(Nim, tmp_path / "other", self_play={}) as exp:
+        exp.fit({"env_steps_total": 100}, progress=False)
+    against = ["random", "first", f"{__name__}:heap_of_one", str(tmp_path / "other")]
+    own = {**SELF_PLAY, "opponents": against}
+    with make(Nim, tmp_path / "run", self_play=own, eval_freq=1, eval_episodes=8) as exp:
+        row = exp.fit({"env_steps_total": 300}, progress=False)
+        again = exp.training.evaluate()
+    for name in against:
+        shares = [row[f"eval/{name}/{how}"] for how in ("win", "draw", "loss")]
+        assert sum(shares) == pytest.approx(1.0)
+        assert shares[1] == 0.0
+    assert row["eval/episodes"] == 32
+    mean = np.mean([row[f"eval/{name}/win"] - row[f"eval/{name}/loss"] for name in against])
+    assert row["eval/return_mean"] == pytest.approx(mean)  # the winner of Nim is paid 1
+    assert {k: v for k, v in again.items() if k.endswith("/win")} == {
+        k: v for k, v in row.items() if k.startswith("eval") and k.endswith("/win")
+    }
+
+
+def test_a_function_of_a_strangers_run_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    asked = trust.named({"run": {"self_play": {"opponents": ["random", "theirs:bot"]}}})
+    with pytest.raises(trust.UntrustedRun, match="'theirs:bot'"):
+        trust.check(tmp_path, asked)
+
+
+@pytest.mark.draws
+def test_the_progress_line_and_the_curve_tell_the_rating(tmp_path):
+    with make(Nim, tmp_path / "run", eval_freq=1, eval_episodes=4) as exp:
+        out = io.StringIO()
+        sink = TerminalSink("nim", console=Console(file=out, width=200), every=0.0)
+        for row in exp.train({"env_steps_total": 400}, sinks=[sink]):
+            assert row["league/rating_ci95"] > 0
+    line = out.getvalue().splitlines()[-1]
+    assert f"rating {row['league/rating']:.0f} ± {row['league/rating_ci95']:.0f}" in line
+    assert "won, drawn, lost against past selves" in line
+    assert "won, drawn, lost against random" in line
+    assert (tmp_path / "run" / "figures" / "learning_curve.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("env", "more", "message"),
+    [
+        ("CartPole-v1", {}, "a game of several agents, and CartPole-v1 has one"),
+        (Nim, {"num_workers": 2}, "leave num_workers=2 out"),
+        (Nim, {"policies": {"one": {}}}, "leave policies out"),
+        (Nim, {"self_play": {"newest": 1.5}}, "newest"),
+        (Nim, {"self_play": {"weighting": "cubed"}}, "squared"),
+        (Nim, {"self_play": {"pools": 3}}, "pool"),
+        (Nim, {"self_play": {"opponents": ["randon"]}, "eval_freq": 1}, "random"),
+        (Nim, {"self_play": {"opponents": ["math:sinn"]}, "eval_freq": 1}, "sinn"),
+        (Nim, {"self_play": {"opponents": [f"{__name__}:broken"]}, "eval_freq": 1}, r"broken.*raised RuntimeError"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, env, more, message):
+    with pytest.raises(BrayError, match=message), make(env, tmp_path / "run", **more) as exp:
+        exp.fit({"env_steps_total": 50}, progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tic_tac_toe_is_learnt_by_self_play(tmp_path, seed):
+    with bray.Experiment(
+        "PPO", "openspiel:tic_tac_toe", path=tmp_path / "run", seed=seed, self_play={"snapshot_every": 5_000}
+    ) as exp:
+        exp.fit({"env_steps_total": 100_000}, progress=False)
+        found = exp.training.evaluate(400)
+    assert found["eval/random/win"] > 0.85
+    assert found["eval/random/loss"] < 0.1
+    assert found["eval/first/win"] > 0.8
