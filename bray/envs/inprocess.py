@@ -53,6 +53,9 @@ class InProcessVecEnv(VecEnv):
         self._require_same_spaces()
         self.spec = spec or build.spec_of(*made[0])
         self._require_same_agents()
+        self._tables: NestedArray = empty_batch(self.spec.given, self.num_envs) if self.spec.sides else None
+        for i in range(self.num_envs if self.spec.sides else 0):
+            self._seat(i)
         observation, action = self.spec.given, self.spec.action
         self._gather, self._write = gatherer(observation), writer(observation, build.config.check, self._on_cast)
         self._check = None
@@ -88,6 +91,10 @@ class InProcessVecEnv(VecEnv):
                     f"{self._build.name}: environments of one batch need the same possible_agents, number 0 has "
                     f"{', '.join(self.spec.agents)}, number {self.first + i} has {', '.join(agents)}"
                 )
+
+    def _seat(self, i: int) -> None:
+        """A table writes what is seen to its row of one batch."""
+        self._envs[i].show_in(tree.map(lambda x: x[i, ...], self._tables))
 
     def _set_dead(self, dead: list[bool]) -> None:
         self._dead, self.dead = dead, np.array(dead, bool)
@@ -183,6 +190,8 @@ class InProcessVecEnv(VecEnv):
 
     def _batch(self, rows: list[Any]) -> NestedArray:
         """One tree of arrays `[B, ...]` of the observations; one that does not fit its space is told or cast."""
+        if self._tables is not None:
+            return tree.map(lambda x: x.copy(), self._tables)
         obs = self._gather(rows)
         if obs is None:
             obs = self._empty()
@@ -242,6 +251,10 @@ class InProcessVecEnv(VecEnv):
             self._count_restart(report)
         old = self._envs[i]
         self._envs[i], limit = self._build(self.first + i)
+        if self._tables is not None:
+            self._seat(i)
+            if self._last is not None:
+                self._write(self._tables, i, tree.index(self._last, i))
         if self._envs[i].unwrapped is not old.unwrapped:  # one object given by the user is used on
             try:
                 old.close()

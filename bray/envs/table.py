@@ -17,7 +17,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ log = logging.getLogger("bray.envs")
 
 ACTS, TERMINATED, TRUNCATED = 1, 2, 4
 NOBODY = -1
+NOBODY_ENDS: Set[str] = frozenset()
 DEFAULT = "default"
 
 
@@ -175,6 +176,10 @@ class _Side:
     def seen(self) -> dict[str, Any]:
         return {"obs": self.obs, "reward": self.reward, "flags": self.flags, "agent": self.agent}
 
+    def show_in(self, place: Mapping[str, Any]) -> None:
+        self.obs, self.reward = place["obs"], place["reward"]
+        self.flags, self.agent = place["flags"], place["agent"]
+
 
 class TableEnv(gym.Env):
     """See the module. Arrays that it returns are written over by its next step."""
@@ -202,7 +207,7 @@ class TableEnv(gym.Env):
         self.action_space = spaces.Dict({p: batch_space(s.action, s.seats) for p, s in self._sides.items()})
         self._seat: dict[str, tuple[_Side, int]] = {}
         self._acting: list[tuple[str, str, int]] = []  # who decides next, its side and seat
-        self._ended: set[str] = set()
+        self._ended: Set[str] = NOBODY_ENDS
         self._tick = np.array(0)
         self._seen = {**{p: side.seen() for p, side in self._sides.items()}, "tick": self._tick}
         if fixed is not None:
@@ -211,6 +216,13 @@ class TableEnv(gym.Env):
     def seen_space(self, agent: str) -> Any:
         """What a seat of this agent sees: with the global state, where the game declares one."""
         return beside_state(self.env.observation_space(agent), self._state_space, agent)
+
+    def show_in(self, place: dict[str, Any]) -> None:
+        """Write what is seen there from now on: to its row of a batch, which nobody has to collect then."""
+        tree.map(np.copyto, place, self._seen)
+        for name, side in self._sides.items():
+            side.show_in(place[name])
+        self._tick, self._seen = place["tick"], place
 
     def on_cast(self, what: str) -> None:
         warn_once(log, f"{self.name}: {what}.")
@@ -232,8 +244,8 @@ class TableEnv(gym.Env):
         obs, _ = self.env.reset(seed=seed, options=options)
         for side in self._sides.values():
             side.forget()
-        self._tick[...], self._ended = 0, set()
-        self._show(obs, set())
+        self._tick[...], self._ended = 0, NOBODY_ENDS
+        self._show(obs, NOBODY_ENDS)
         return self._seen, {}
 
     def step(self, actions: Any) -> Any:
@@ -241,15 +253,15 @@ class TableEnv(gym.Env):
         given = {agent: chosen[side][i] for agent, side, i in self._acting}
         obs, rewards, terminateds, truncateds, _ = self.env.step(given)
         self._tick[()] += 1
-        over = game_over(terminateds, truncateds, type(self.env).__name__)
-        ends = {a for flags in (terminateds, truncateds) for a, is_so in flags.items() if is_so}
-        ends.discard(ALL)
-        self._show(obs, set(self._seat) if over else ends)
+        over, ends = game_over(terminateds, truncateds, type(self.env).__name__), NOBODY_ENDS
+        if any(terminateds.values()) or any(truncateds.values()):
+            ends = {a for flags in (terminateds, truncateds) for a, is_so in flags.items() if is_so} - {ALL}
+        self._show(obs, self._seat.keys() if over else ends)
         total, seats, was_ended, check = 0.0, self._seat, self._ended, self.check
         for agent, reward in rewards.items():
             if type(reward) is not float:
                 reward = as_float(reward)
-            if agent in was_ended and agent not in obs:
+            if was_ended and agent in was_ended and agent not in obs:
                 if reward:
                     raise self._wrong(agent, f"it gets the reward {reward}, and has ended before")
                 continue
@@ -271,7 +283,7 @@ class TableEnv(gym.Env):
             self._ended = (was_ended | ends).difference(agent for agent, _, _ in self._acting)
         return self._seen, total, terminated, over and not terminated, {}
 
-    def _show(self, observations: Mapping[str, Any], ends: set[str]) -> None:
+    def _show(self, observations: Mapping[str, Any], ends: Set[str]) -> None:
         """Write what seats see now; who has not ended decides next."""
         for side in self._sides.values():
             side.reward.fill(0.0)
@@ -304,37 +316,40 @@ class TableEnv(gym.Env):
 
 
 class SeatCheck(BatchCheck):
-    """The check of games of several: it names agents, and looks at the masks of those who act."""
+    """The check of games of several: it names agents, and looks at the masks of those who act. What tables write beside
+    the observations of agents they have checked themselves."""
 
     def __init__(self, spec: EnvSpec, bounds: bool = True):
-        super().__init__(spec.given, None, bounds)
         self._agents = spec.agents
         self._sides = {name: BatchCheck.of(side.spec, bounds) for name, side in spec.sides.items()}
 
     def first_bad(self, batch: NestedArray) -> tuple[int, str] | None:
-        found = super().first_bad(batch)
-        if found is not None:
-            for name, check in self._sides.items():
-                side = tree.index(batch[name], found[0])
-                if (in_side := check.first_bad(side["obs"])) is not None:
-                    return found[0], self._of_agent(side["agent"], *in_side)
-        return found
+        for name, check in self._sides.items():
+            found = check.first_bad(by_seat(batch[name]["obs"]))
+            if found is not None:
+                return self._of_agent(batch[name]["agent"], *found)
+        return None
 
     def first_blocked(self, batch: NestedArray, dead: Any = None) -> tuple[int, str] | None:
         for name, check in self._sides.items():
             if check.masks:
-                side, seats = batch[name], batch[name]["flags"].shape[1]
-                rows = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), side["obs"])
+                side = batch[name]
                 idle = side["flags"] & ACTS == 0
                 if dead is not None:  # cut by its limit, a game has agents who would act
                     idle |= np.asarray(dead)[:, None]
-                found = check.first_blocked(rows, idle.reshape(-1))
+                found = check.first_blocked(by_seat(side["obs"]), idle.reshape(-1))
                 if found is not None:
-                    return found[0] // seats, self._of_agent(side["agent"].reshape(-1), *found)
+                    return self._of_agent(side["agent"], *found)
         return None
 
-    def _of_agent(self, numbers: np.ndarray, seat: int, what: str) -> str:
-        return f"agent {self._agents[numbers[seat]]!r}: {what}"
+    def _of_agent(self, numbers: np.ndarray, seat: int, what: str) -> tuple[int, str]:
+        game, number = seat // numbers.shape[1], numbers.reshape(-1)[seat]
+        return game, f"agent {self._agents[number]!r}: {what}"
+
+
+def by_seat(obs: NestedArray) -> NestedArray:
+    """Observations `[B, N, ...]` as `[B * N, ...]`."""
+    return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)
 
 
 def check_of(spec: EnvSpec, bounds: bool) -> BatchCheck:

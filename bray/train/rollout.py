@@ -193,7 +193,7 @@ class Rollout:
         self.env_steps += int(np.count_nonzero(valid))
         if self.ended:
             self.ended = []
-        ends = _true_of(ended)
+        ends = true_of(ended)
         if ends:
             self._end(ends)
         learned = reward
@@ -214,12 +214,16 @@ class Rollout:
             return tick, state, actions, extras, outputs
         tick, state, clock = self._tick()
         if self.one_forward:  # what the default `decide` does, without a generator: 2 % of a step of a small network
-            outputs = self.engine.forward(tick.obs)
+            outputs = self.forward(tick.obs)
             actions, extras = self.policy.act(outputs, tick, self.rng, self.mode, clock)
         else:
             deciding = self.policy.decide(tick, state, self.rng, self.mode, clock)
-            actions, extras, self.state, outputs = decide_now(deciding, self.engine.forward)
+            actions, extras, self.state, outputs = decide_now(deciding, self.forward)
         return tick, state, actions, extras, outputs
+
+    def forward(self, *inputs: Any) -> Any:
+        """The Model's outputs for what a Policy asks."""
+        return self.engine.forward(*inputs)
 
     def _end(self, environments: list[int]) -> None:
         for b in environments:
@@ -310,7 +314,7 @@ def _of_members(infos: Infos, num_envs: int, members: int) -> dict[str, np.ndarr
 _FEW = 64
 
 
-def _true_of(flags: np.ndarray) -> list[int]:
+def true_of(flags: np.ndarray) -> list[int]:
     """Where flags are true. A list is searched ten times faster than an array of a few of them, and thirty times slower
     than one of two thousand."""
     if len(flags) > _FEW:

@@ -23,25 +23,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bray import tree
-from bray.act import GREEDY, SAMPLE, Clock, Tick
+from bray.act import GREEDY, SAMPLE, Clock, Policy, Tick
 from bray.capture import Record
 from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.diagnosis.divergence import blame_policy
 from bray.envs.rewards import RewardTransform
-from bray.envs.table import ACTS, DEFAULT, NOBODY, TERMINATED, TRUNCATED
+from bray.envs.table import ACTS, DEFAULT, NOBODY, TERMINATED, TRUNCATED, by_seat
 from bray.envs.vector import VecEnv
 from bray.errors import ConfigError
 from bray.metrics.rows import side_key
 from bray.spec import SideSpec
 from bray.train.callbacks import CallbackList
-from bray.train.rollout import Columns, Rollout, Step, separate_outputs, zeroed
+from bray.train.rollout import Columns, Rollout, Step, separate_outputs, true_of, zeroed
 from bray.train.source import RolloutWorker, Source
 
 logger = logging.getLogger("bray")
 
 WINDOW = 100
 """Games over which the returns of agents are averaged."""
+SIZES, FEWEST = 8, 8
+"""Of how many sizes the batches of those who act are, and the smallest."""
 REPLAY_ROWS = 16
 """Rows of a piece for algorithms that replay: n-step sums end with a piece."""
 
@@ -168,7 +170,13 @@ class SeatRollout(Rollout):
         self._begun = np.zeros(n, np.int64)  # rows of a seat in earlier pieces
         self.steps = 0
         """Since the last piece."""
+        self._rows: np.ndarray | None = None  # which go through the Model, where not all do
+        self._needed: np.ndarray = np.zeros(0, np.int64)
+        self._shown = np.zeros(n, bool)  # who acts, or shows a last observation
+        self._shown_by_all = False
+        self._nothing = np.zeros(n, np.float32), np.zeros(n, bool)
         self._level = True
+        self._row = 0  # where all are, as long as they are level
         self._columns: Columns | None = None
         self._version: np.ndarray = np.zeros(0, np.int64)
         self.later: Any = None
@@ -188,6 +196,7 @@ class SeatRollout(Rollout):
                 self.later = separate_outputs(self, self._record)
         self.first = self.acts & ~self.in_game
         before = self.state
+        self._choose_rows()
         tick, state, actions, extras, outputs = self._decide()
         if before is not None:  # who does not act remembers what it did
             self.state = tree.map(lambda new, old: np.where(_beside(self.acts, new), new, old), self.state, before)
@@ -199,6 +208,35 @@ class SeatRollout(Rollout):
         self.seconds["forward"] += time.perf_counter() - start
         return actions
 
+    def _choose_rows(self) -> None:
+        """Which rows go through the Model: of seats that act or show a last observation, filled up to one of a few
+        sizes, since each is recorded. Draws are of all seats, so that they do not depend on whose turn it is."""
+        self._shown, self._rows = self.acts | self._final, None
+        self._shown_by_all = False not in self._shown.tolist()
+        if not self._shown_by_all and type(self.policy).decide is Policy.decide:
+            needed = self._needed = np.flatnonzero(self._shown)
+            part = max(FEWEST, -(-self.num_seats // SIZES))
+            size = max(1, -(-len(needed) // part)) * part
+            if size < self.num_seats:
+                self._rows = np.zeros(size, np.int64)
+                self._rows[: len(needed)] = needed
+
+    def forward(self, *inputs: Any) -> Any:
+        """Of all seats; zeros for those that are not asked."""
+        rows, needed = self._rows, self._needed
+        if rows is None:
+            return self.engine.forward(*inputs)
+        of_rows = len(inputs) - bool(self.policy.draws and self.mode == SAMPLE)  # draws are one for a whole batch
+        asked = tree.map(lambda x: x[rows], inputs[:of_rows])
+        out = self.engine.forward(*asked, *inputs[of_rows:])
+
+        def of_all(x: np.ndarray) -> np.ndarray:
+            spread = np.zeros((self.num_seats, *x.shape[1:]), x.dtype)
+            spread[needed] = x[: len(needed)]
+            return spread
+
+        return tree.map(of_all, out)
+
     def clear(self) -> None:
         """All games begin anew; rows that are in no piece yet are lost."""
         for flags in (self.in_game, self._final, self._open):
@@ -207,23 +245,20 @@ class SeatRollout(Rollout):
 
     def _write(self, tick: Tick, state: Any, extras: dict[str, Any], outputs: dict[str, Any]) -> None:
         """Open the rows of those who act, and lay down the last observations of those who have ended."""
-        n = self.num_seats
-        nothing = np.zeros(n, np.float32)
-        off = np.zeros(n, bool)
+        nothing, off = self._nothing
         step = Step(self.obs, self.acts, self.first, state, outputs, extras, nothing, off, off, None)
         if self._columns is None:
             self._make_columns(step)
         columns = self._columns
         assert columns is not None
-        writes = self.acts | self._final
-        if self._level and writes.all():
-            row = int(self._at[0])
+        if self._level and self._shown_by_all:
+            row = self._row = int(self._at[0])
             columns.write(row, step)
             self._version[row] = self.version
             self._at += self._final
             return
         self._level = False
-        who = np.flatnonzero(writes)
+        who = np.flatnonzero(self._shown)
         at = (self._at[who], who)
 
         def put(column: Any, x: Any) -> None:
@@ -249,42 +284,48 @@ class SeatRollout(Rollout):
         self._columns = Columns(step, rows, keep, 1)
         self._version = np.zeros((rows, self.num_seats), np.int64)
 
-    def take(self, turn: Turn, over: np.ndarray) -> None:
-        """What came of the decisions. `over`: of which seats the game has ended."""
-        self.obs = turn.obs
-        if self.rows is None:
-            self.in_game &= ~(turn.terminated | turn.truncated | over)
+    def take(self, turn: Turn, over: np.ndarray | None) -> None:
+        """What came of the decisions. `over`: of which seats the game has ended; None: of none."""
+        self.obs, self.acts = turn.obs, turn.acts
+        ended = turn.terminated | turn.truncated
+        if over is not None:
             self.acts = turn.acts & ~over
+            ended |= over
+        if self.rows is None:
+            self.in_game &= ~ended
             return
+        ended &= self.in_game
+        some_ended = True in ended.tolist()
+        terminated = turn.terminated & ended
         self._sum += turn.reward
-        terminated = turn.terminated & self.in_game
-        ended = (terminated | turn.truncated | over) & self.in_game
-        self.acts = turn.acts & ~over
         closes = self._open & (self.acts | ended)
         learned = self._sum
         if self.rewards is not None:
             learned = self.rewards(self._sum, ended, closes)
         columns = self._columns
         assert columns is not None
-        if self._level and closes.all() and not ended.any():
-            columns.reward[int(self._at[0])] = learned
-            self._at += 1
-            self._sum = np.zeros(self.num_seats, np.float32)
-            self._open[:] = False
-        elif closes.any():
+        if self._level and closes.tobytes() == self._open.tobytes():
+            row = self._row
+            columns.reward[row] = np.where(closes, learned, np.float32(0.0))
+            if some_ended:
+                columns.terminated[row] = terminated
+                columns.truncated[row] = ended & ~terminated
+            self._at.fill(row + 1)
+            self._open.fill(False)
+            self._sum.fill(0.0)
+        else:
             who = np.flatnonzero(closes)
             at = (self._at[who], who)
             columns.reward[at] = learned[who]
             columns.terminated[at] = terminated[who]
             columns.truncated[at] = (ended & ~terminated)[who]
             self._at += closes
-            self._sum[who] = 0.0
             self._open &= ~closes
-        if self._level:
-            self._level = not self._open.any() and bool((self._at == self._at[0]).all())
-        self._sum[~self._open] = 0.0  # nobody decided on what is paid to those who have not acted
+            self._level = False
+            self._sum[~self._open] = 0.0  # nobody decided on what is paid to those who have not acted
         self._final = ended
-        self.in_game &= ~ended
+        if some_ended:
+            self.in_game &= ~ended
         self.steps += 1
 
     # --- pieces -------------------------------------------------------------------------------------------------------
@@ -482,30 +523,28 @@ class TableSource(Source):
         self._tick = np.zeros(env.num_envs, np.int64)
         self._lengths = np.zeros(env.num_envs, np.int64)
         self._returns = {name: np.zeros(s.num_seats) for name, s in self.seats.items()}
-        self._agent: dict[str, np.ndarray] = {}
-        self._held = False
 
     def reset(self, seed: int | None = None) -> None:
         self._begin(self.env.reset(seed))
 
     def _begin(self, obs: Any) -> None:
         """All games are at this observation, and nothing has happened in them yet."""
-        self._tick = obs["tick"].copy()
+        self._tick = obs["tick"]
         for name, seat in self.seats.items():
-            turn, self._agent[name] = self._turn(name, obs, np.zeros(self.env.num_envs, bool))
+            turn = self._turn(name, obs, None)
             seat.clear()
             over = np.repeat(self.env.dead, seat.env.seats)  # type: ignore[attr-defined]
             seat.obs, seat.acts = turn.obs, turn.acts & ~over
 
-    def _turn(self, name: str, obs: Any, stale: np.ndarray) -> tuple[Turn, np.ndarray]:
-        side, n = obs[name], self.seats[name].env.seats  # type: ignore[attr-defined]
-        seen = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), side["obs"])
+    def _turn(self, name: str, obs: Any, stale: np.ndarray | None) -> Turn:
+        """stale: whose observation stands in for one that did not come"""
+        side = obs[name]
         flags, reward = side["flags"].reshape(-1), side["reward"].reshape(-1)
-        if stale.any():  # an observation that stands in for one that did not come
-            again = np.repeat(stale, n)
+        if stale is not None:
+            again = np.repeat(stale, self.seats[name].env.seats)  # type: ignore[attr-defined]
             flags, reward = np.where(again, 0, flags), np.where(again, np.float32(0.0), reward)
-        turn = Turn(seen, flags & ACTS != 0, reward, flags & TERMINATED != 0, flags & TRUNCATED != 0)
-        return turn, side["agent"].reshape(-1)
+        ends = flags & TERMINATED != 0, flags & TRUNCATED != 0
+        return Turn(by_seat(side["obs"]), flags & ACTS != 0, reward, *ends)
 
     def step(self) -> None:
         """One step of every game."""
@@ -523,25 +562,28 @@ class TableSource(Source):
             blame_policy(e, stacked)
             raise
         self._seconds["env"] += time.perf_counter() - start
-        stale = (obs["tick"] == self._tick) & ~was_dead
-        self._tick = obs["tick"].copy()
-        self._lengths += ~was_dead
-        self.env_steps += int(np.count_nonzero(~was_dead))
-        over, self.matches = env.dead & ~was_dead, []
+        played = ~was_dead
+        stale = (obs["tick"] == self._tick) & played
+        self._tick = obs["tick"]
+        self._lengths += played
+        self.env_steps += int(np.count_nonzero(played))
+        over, self.matches = env.dead & played, []
+        ends, stands_in = true_of(over), true_of(stale)
         for name, seat in self.seats.items():
-            turn, self._agent[name] = self._turn(name, obs, stale)
+            turn = self._turn(name, obs, stale if stands_in else None)
             self._returns[name] += turn.reward
-            seat.take(turn, np.repeat(over, seat.env.seats))  # type: ignore[attr-defined]
-        for b in np.flatnonzero(over).tolist():
-            self._end(b)
+            seat.take(turn, np.repeat(over, seat.env.seats) if ends else None)  # type: ignore[attr-defined]
+        for b in ends:
+            self._end(b, obs)
 
-    def _end(self, b: int) -> None:
+    def _end(self, b: int, obs: Any) -> None:
         returns: dict[str, float] = {}
         players: dict[str, str] = {}
         for name, seat in self.seats.items():
             n = seat.env.seats  # type: ignore[attr-defined]
             rows = slice(b * n, (b + 1) * n)
-            for agent, total in zip(self._agent[name][rows].tolist(), self._returns[name][rows].tolist(), strict=True):
+            who, paid = obs[name]["agent"][b].tolist(), self._returns[name][rows].tolist()
+            for agent, total in zip(who, paid, strict=True):
                 if agent != NOBODY:
                     returns[self._name(agent)], players[self._name(agent)] = total, name
             self._returns[name][rows] = 0.0

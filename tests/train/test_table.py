@@ -18,6 +18,7 @@ from chaos_for_tests import AGENTS, Chaos, Collector, drawn, fixed
 from bray import tree
 from bray.act import Clock
 from bray.data.piece import COLUMNS
+from bray.envs.agent_games import Nim
 from bray.envs.table import DEFAULT
 from bray.errors import BrayError, ConfigError, EnvError
 from bray.experiment import Experiment
@@ -162,6 +163,33 @@ def test_agents_that_all_act_at_every_step_are_one_piece(rows):
     source = training(config=ppo(rows), env_config={"even": True}, **TWO).sources[0]
     pieces, _, _ = check(source, -(-150 // rows), fixed)
     assert all(piece.stream is None and piece.reward.shape == (rows, 6) for piece in pieces)
+
+
+@pytest.mark.parametrize("memory", [{}, {"use_lstm": True, "lstm_cell_size": 4, "max_seq_len": 4}])
+def test_in_turns_only_those_who_act_go_through_the_model(memory, monkeypatch):
+    """Their rows are as if all did: draws are of seats, whoever's turn it is."""
+    pieces, sizes = [], []
+    for parts in (8, 1):
+        monkeypatch.setattr("bray.train.table.SIZES", parts)
+        source = training(Nim, num_envs=16, config={**ppo(16), **memory, "fcnet_activation": "relu"}).sources[0]
+        pieces.append(gathered(source, 1))
+        engine = source.seats[DEFAULT].engine
+        inner, rows = engine.forward, []
+        engine.forward = lambda *inputs, rows=rows, inner=inner: (
+            rows.append(len(tree.leaves(inputs)[0])) or inner(*inputs)
+        )
+        pieces[-1] += gathered(source, 2)
+        sizes.append(rows[:-1])  # at the end those are looked at whose rows go on
+    assert set(sizes[0]) <= {8, 16, 24, 32}
+    assert np.mean(sizes[0]) < 24  # 16 of 32 act, and beside them some show the end of a game
+    assert set(sizes[1]) == {32}
+    assert len(pieces[0]) == len(pieces[1]) > 3
+    for a, b in zip(*pieces, strict=True):
+        for name in ("obs", "action", "reward", "terminated", "valid", "stream"):
+            assert tree.equal(getattr(a, name), getattr(b, name)), name
+        seen = np.ones(a.first.shape, bool)
+        seen[-1] = a.valid[-1]
+        np.testing.assert_allclose(a.outputs["value"][seen], b.outputs["value"][seen], atol=1e-5)
 
 
 def test_games_that_are_cut_and_games_that_fail():
