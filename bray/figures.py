@@ -330,12 +330,6 @@ def _sheet(out: Path | None, size: tuple[float, float] = _SIZE) -> Iterator[Any]
         plt.show()
         plt.close(figure)
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(dpi=150, **size)  # no pyplot: no global state
-    FigureCanvasAgg(figure)
-    yield figure
     kind, known = out.suffix.lstrip(".").lower(), figure.canvas.get_supported_filetypes()
     if kind not in known:
         raise ConfigError(f"{out}: expected a picture file that ends in .{', .'.join(sorted(known))}")
