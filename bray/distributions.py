@@ -4,8 +4,8 @@ entropies of tensors (losses).
 `dist` is the Model's head `[..., layout.num_params]`; `action` is int64 `[...]` for a single Discrete, else
 `[..., layout.size]` with choices as indices (floats in mixed spaces); `mask` is bool `[..., layout.num_logits]`, the
 choices of all categorical parts in order.
-A distribution of your own is a class with `draw`, `log_prob` and `entropy` in `DISTRIBUTIONS`, under the `kind` of its
-`spec.ActionPart`.
+A distribution of your own is a class with `draw`, `log_prob`, `entropy` and `kl` in `DISTRIBUTIONS`, under the `kind`
+of its `spec.ActionPart`.
 """
 
 from __future__ import annotations
@@ -114,6 +114,9 @@ class Categorical:
     def entropy(self, logs: Any) -> Any:
         return -(logs.exp() * logs).sum(-1)
 
+    def kl(self, logs: Any, other: Any) -> Any:
+        return (logs.exp() * (logs - other)).sum(-1)
+
 
 class Gaussian:
     """n independent normal numbers: n means, then n logarithms of standard deviations."""
@@ -144,6 +147,12 @@ class Gaussian:
     def entropy(self, params: Any) -> Any:
         log_std = params[1]
         return log_std.sum(-1) + 0.5 * log_std.shape[-1] * (1.0 + _LOG_2PI)
+
+    def kl(self, params: Any, other: Any) -> Any:
+        (mean, log_std), (its_mean, its_log_std) = params, other
+        wider = log_std - its_log_std
+        away = (mean - its_mean) * (-its_log_std).exp()
+        return (0.5 * ((2.0 * wider).exp() + away.square() - 1.0) - wider).sum(-1)
 
 
 DISTRIBUTIONS: dict[str, Any] = {"categorical": Categorical(), "gaussian": Gaussian()}
@@ -221,6 +230,19 @@ def log_prob_entropy(layout: ActionLayout, dist: Any, action: Any, mask: Any = N
         log_probs.append(distribution.log_prob(read, action[..., part.action]))
         entropies.append((part.kind, distribution.entropy(read)))
     return _sum(log_probs), _sum([x for _, x in sorted(entropies, key=lambda pair: pair[0])])
+
+
+def kl(layout: ActionLayout, dist: Any, other: Any, mask: Any = None) -> Any:
+    """KL(p, q) in nats of the distributions of two heads `[..., num_params]`: tensors `[...]`. A head of zeros is
+    uniform over the legal choices, and the standard normal."""
+    return _sum(
+        [
+            distribution.kl(
+                distribution.read(dist[..., part.param], legal), distribution.read(other[..., part.param], legal)
+            )
+            for part, distribution, legal in parts(layout, mask)
+        ]
+    )
 
 
 def _sum(terms: list[Any]) -> Any:

@@ -12,17 +12,17 @@ from bray.optim import Optimizer, flatten_parameters
 
 
 class Target:
-    """A slow copy of a module whose parameters an Optimizer holds: `follow` averages (Polyak), `copy` copies. Both copy
-    buffers, such as the statistics that the weights of PopArt are measured in."""
+    """A slow copy of a module whose parameters are the first of an Optimizer's: `follow` averages (Polyak), `copy`
+    copies. Both copy buffers, such as the statistics that the weights of PopArt are measured in."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, tau: float = 1.0):
         params = list(dict.fromkeys(module.parameters()))
-        if [id(p) for p in params] != [id(p) for p in optimizer.params]:
-            raise ValueError("a target copies all parameters of one optimizer, in order")
+        if [id(p) for p in params] != [id(p) for p in optimizer.params[: len(params)]]:
+            raise ValueError("a target copies the first parameters of one optimizer, in order")
         self.module = copy.deepcopy(module).requires_grad_(False)
         self.tau = tau
         self._flat = flatten_parameters(list(dict.fromkeys(self.module.parameters())))
-        self._source = optimizer.flat
+        self._source = optimizer.flat[: len(self._flat)]
         self._buffers = list(self.module.buffers()), list(module.buffers())
 
     def __call__(self, *args: Any) -> Any:

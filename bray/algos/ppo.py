@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bray import act, distributions, tree
 from bray.act import Clock
-from bray.algos import rnd, rows
+from bray.algos import magnet, rnd, rows
 from bray.algos.base import Update, to_torch
 from bray.config.declare import Amount, AmountSchedule, Count, Positive, RateSchedule, Share
 from bray.data.piece import Piece
@@ -74,6 +74,14 @@ class Config:
     beyond 1.5 times or below 2/3 of `kl_aim`. 0 = no penalty."""
     kl_aim: Positive = 0.01
     """Where that penalty holds the KL of an update."""
+    magnet_coef: AmountSchedule = 0.0
+    """Weight of a penalty on KL(pi, magnet), for self-play, which goes in circles without it (Sokota et al. 2023); a
+    number or a schedule over env steps. 0 = no magnet."""
+    magnet: Literal["uniform", "slow"] = "uniform"
+    """What the policy is drawn to: `uniform`, all legal actions alike (continuous ones: mean 0, deviation 1), or
+    `slow`, a copy of the policy that follows it."""
+    magnet_tau: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """The slow copy moves this fraction of the way after each update."""
     normalize_value: bool = False
     """The value network learns returns less their running mean, by their running standard deviation (MAPPO, Yu et al.
     2022)."""
@@ -118,11 +126,13 @@ class Learner(rows.Learner):
         self.entropy_coef = self.scheduled("entropy_coef", 0.0 if self.layout.continuous else 0.01)
         self.kl_coef = torch.tensor(float(c.kl_coef), device=self.device)
         self.returns = RunningNorm(()).to(self.device)
+        self.magnet, drawn_to = magnet.make_magnet(self, self.optimizer)
         self.novelty, explorer = rnd.make_novelty(self)
         return {
             "optimizer": self.optimizer,
             **({"kl_coef": self.kl_coef} if c.kl_coef else {}),
             **({"returns": self.returns} if c.normalize_value else {}),
+            **drawn_to,
             **explorer,
         }
 
@@ -155,6 +165,8 @@ class Learner(rows.Learner):
                 steps += last
                 if c.target_kl is not None and last[-1].metrics["kl"] > c.target_kl:
                     break
+        if self.magnet:
+            self.magnet.follow()
         return Update.mean(steps) | numbers | self.adapt_kl_coef(last)
 
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Update:
@@ -167,6 +179,9 @@ class Learner(rows.Learner):
         policy_loss = self.policy_loss(ratio, batch["advantage"])
         if c.kl_coef:
             policy_loss = policy_loss + self.kl_coef * losses.kl_estimate(batch["logp"], logp)
+        if self.magnet:
+            magnet_kl = self.magnet.kl(new["dist"], batch, draws)
+            policy_loss = policy_loss + self.magnet.coef * magnet_kl
         value_loss = losses.value_loss(new["value"], batch["target"], batch["value"], c.clip_value)
         loss = torch.dot(weight, policy_loss + c.value_coef * value_loss - self.entropy_coef * entropy)
         grad_norm = self.optimizer.step(loss)
@@ -181,6 +196,8 @@ class Learner(rows.Learner):
                 "clip_fraction": (change.abs() > c.clip).float(),
                 "grad_norm": grad_norm,
             }
+            if self.magnet:
+                numbers["magnet_kl"] = magnet_kl
         return Update.of(numbers, weight)
 
     def outputs(self, batch: dict[str, Any], draws: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -1,11 +1,12 @@
-"""Options of PPO that are off by default: value normalisation, advantages computed anew, a KL penalty. Against plain
-float64 loops."""
+"""Options of PPO that are off by default: value normalisation, advantages computed anew, a KL penalty, a magnet.
+Against plain float64 loops."""
 
 import copy
 
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from sources_for_tests import make_piece
 
 from bray.act import Clock
@@ -22,7 +23,7 @@ GAMMA, LAMBDA = 0.9, 0.8
 ROWS = 12
 
 
-def make_learner(**options):
+def make_learner(spec=SPEC, **options):
     torch.manual_seed(0)
     usual = {
         "minibatches": 1,
@@ -33,8 +34,8 @@ def make_learner(**options):
         "max_grad_norm": None,
     }
     config = ppo.Config(gamma=GAMMA, lambda_=LAMBDA, **usual | options)
-    model = ppo.make_model(config, SPEC, SMALL)
-    return ppo.Learner(config, SPEC, model, SMALL, record=False)
+    model = ppo.make_model(config, spec, SMALL)
+    return ppo.Learner(config, spec, model, SMALL, record=False)
 
 
 def piece(seed=0, scale=1.0):
@@ -205,3 +206,92 @@ def test_all_of_them_train_together_recorded():
     assert all(np.isfinite(row["loss/value_loss"]) for row in rows)
     assert exp.training.learner.is_recorded
     assert len({row["loss/kl_coef"] for row in rows}) > 1
+
+
+# --- a magnet ---------------------------------------------------------------------------------------------------------
+
+
+def legal_piece(seed=0):
+    """With masks: of four choices the first is always legal."""
+    data = piece(seed)
+    mask = np.random.default_rng(seed).random((ROWS + 1, 1, 4)) < 0.6
+    mask[..., 0] = True
+    np.put_along_axis(mask[:-1], data.action[..., None], True, -1)
+    data.obs = {"obs": data.obs, "action_mask": mask}
+    return data
+
+
+MASKED = EnvSpec(
+    "test",
+    Space.from_gym(
+        spaces.Dict({"obs": spaces.Box(-np.inf, np.inf, (3,)), "action_mask": spaces.Box(0, 1, (4,), np.int8)})
+    ),
+    Space("discrete", n=(4,), start=(0,)),
+)
+
+
+@pytest.mark.parametrize("magnet", ["uniform", "slow"])
+def test_the_magnet_joins_the_gradient(magnet):
+    options = {"magnet_coef": 0.7, "magnet": magnet, "value_coef": 0.0, "clip": 1e6, "magnet_tau": 0.25}
+    learner = make_learner(spec=MASKED, **options)
+    copied = copy.deepcopy(learner.model)
+    for seed in range(3):  # in the first update the copy is the policy itself
+        batch = learner.prepare(legal_piece(seed))
+        model, loss, total = copy.deepcopy(learner.model), 0.0, 0.0
+        for i in np.flatnonzero(batch["weight"]):
+            seen = {"obs": torch.from_numpy(batch["obs"]["obs"][i : i + 1])}
+            legal = np.flatnonzero(batch["mask"][i])
+            with torch.no_grad():
+                other = copied(seen)["dist"][0].double()
+            logits = model(seen)["dist"][0].double()
+            p = [logits[k].exp() / sum(logits[j].exp() for j in legal) for k in legal]
+            q = [other[k].exp() / sum(other[j].exp() for j in legal) for k in legal]
+            if magnet == "uniform":
+                q = [torch.tensor(1.0 / len(legal))] * len(legal)
+            kl = sum(x * (x.log() - y.log()) for x, y in zip(p, q, strict=True))
+            ratio = p[list(legal).index(int(batch["action"][i]))] / np.exp(float(batch["logp"][i]))
+            loss, total = loss - ratio * float(batch["advantage"][i]) + 0.7 * kl, total + float(kl.detach())
+        loss = loss / batch["weight"].sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        norm = sum(float(g.square().sum()) for g in grads if g is not None) ** 0.5
+        metrics = learner.update(batch, Clock()).metrics
+        assert metrics["policy_loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert metrics["magnet_kl"] == pytest.approx(total / batch["weight"].sum(), rel=1e-3, abs=1e-7)
+        with torch.no_grad():
+            for mine, its in zip(copied.parameters(), learner.model.parameters(), strict=True):
+                mine.lerp_(its, 0.25)
+    assert metrics["magnet_kl"] > 0.0
+
+
+def test_a_uniform_magnet_has_the_gradient_of_an_entropy_bonus():
+    """KL(pi, uniform) is ln n less the entropy."""
+    after = []
+    for options in ({"magnet_coef": 0.3}, {"entropy_coef": 0.3}):
+        learner = make_learner(spec=MASKED, **options)
+        for seed in range(3):
+            learner.update(learner.prepare(legal_piece(seed)), Clock())
+        after.append(learner.model.state_dict())
+    for name, weights in after[0].items():
+        torch.testing.assert_close(weights, after[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_the_magnet_follows_its_schedule_and_is_saved():
+    schedule = {"kind": "linear", "start": 1.0, "end": 0.0, "steps": 100}
+    learner = make_learner(magnet_coef=schedule, magnet="slow", magnet_tau=0.5)
+    for step in (0, 50):
+        learner.update(learner.prepare(piece(step)), Clock(env_steps=step))
+        assert learner.numbers() == {"magnet_coef": 1.0 - step / 100}
+    again = make_learner(magnet_coef=schedule, magnet="slow", magnet_tau=0.5)
+    again.load_state_dict(learner.state_dict())
+    again.model.load_state_dict(learner.model.state_dict())
+    for one in (learner, again):
+        one.update(one.prepare(piece(7)), Clock(env_steps=70))
+    for name, weights in learner.model.state_dict().items():
+        assert torch.equal(weights, again.model.state_dict()[name])
+
+
+def test_a_slow_magnet_is_refused_with_memory():
+    config = {"magnet_coef": 0.1, "magnet": "slow", "use_lstm": True}
+    with pytest.raises(ConfigError, match=r"magnet=slow does not go with a memory.*use magnet=uniform"):
+        Experiment("PPO", "CartPole-v1", config=config).training.iterate()

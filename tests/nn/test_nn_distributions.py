@@ -244,3 +244,28 @@ def test_the_most_likely_choice_is_legal_however_low_its_logit(low, rows):
     mask = np.tile([False, False, True, True, False], (rows, 1))
     for draw in (D.draw_rows, compiled_draws):
         assert set(draw(logits, None, mask)[0].tolist()) == {2}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_divergence_of_two_heads_equals_a_float64_loop(masked):
+    layout = LAYOUTS["dict"]
+    dist, _, mask = example(layout, mask=masked)
+    other = example(layout, seed=1)[0]
+    want = np.zeros(len(dist))
+    for b in range(len(dist)):
+        at = 0
+        for part in layout.parts:
+            p, q = (x[b, part.param].numpy().astype(np.float64) for x in (dist, other))
+            if part.kind == "categorical":
+                legal = [j for j in range(part.n) if mask is None or mask[b, at + j]]
+                at += part.n
+                zp, zq = (sum(math.exp(x[j]) for j in legal) for x in (p, q))
+                want[b] += sum(math.exp(p[j]) / zp * (p[j] - math.log(zp) - q[j] + math.log(zq)) for j in legal)
+            else:
+                ours, its = (Normal(torch.tensor(x[: part.n]), torch.tensor(x[part.n :]).exp()) for x in (p, q))
+                want[b] += float(torch.distributions.kl_divergence(ours, its).sum())
+    np.testing.assert_allclose(D.kl(layout, dist, other, mask), want, rtol=1e-5, atol=1e-5)
+    _, entropy = D.log_prob_entropy(LAYOUTS["discrete"], *example(LAYOUTS["discrete"])[:2])
+    dist = example(LAYOUTS["discrete"])[0]
+    uniform = D.kl(LAYOUTS["discrete"], dist, torch.zeros_like(dist))
+    torch.testing.assert_close(uniform, math.log(5) - entropy)
