@@ -8,6 +8,7 @@ import numpy as np
 from gymnasium import spaces
 
 from bray.envs.multi_agent import ALL, Agents, MultiAgentEnv, StepOfAgents
+from bray.errors import ConfigError, UnknownName
 from bray.spec import ACTION_MASK
 
 
@@ -42,6 +43,48 @@ class TwoStep(MultiAgentEnv):
             paid, over = self.PAYOFF[self._place - 1][int(actions["a"])][int(actions["b"])], True
         ends = dict.fromkeys(("a", "b", ALL), over)
         return self._seen(), {"a": paid / 2, "b": paid / 2}, ends, {ALL: False}, {}
+
+
+MATRICES = {
+    "biased_rps": [[[0.0, -1.0, 2.0], [1.0, 0.0, -1.0], [-2.0, 1.0, 0.0]]],
+    "prisoners_dilemma": [[[-1.0, -20.0], [0.0, -10.0]], [[-1.0, 0.0], [-20.0, -10.0]]],
+    "zero_sum": [[[3.0, -2.0], [-2.0, 1.0]]],
+}
+"""Payoffs of `Matrix`. Equilibria: rock, paper and scissors with 1/4, 1/2 and 1/4, since rock takes two from scissors;
+both prisoners tell; both choose the first with 3/8."""
+
+
+class Matrix(MultiAgentEnv):
+    """Two players choose at the same time, once, and see nothing but which of them they are. `game` names one of
+    `MATRICES`, or is what the first and the second are paid, [row's choice][column's choice]; where the second table is
+    left out, the second player is paid what the first one loses."""
+
+    def __init__(self, game: str | list[Any] = "biased_rps") -> None:
+        if isinstance(game, str) and game not in MATRICES:
+            raise UnknownName("matrix game", game, MATRICES, "env.env_config.game")
+        tables = [np.array(x, float) for x in (MATRICES[game] if isinstance(game, str) else game)]
+        if len(tables) == 1:
+            tables.append(-tables[0])
+        if len(tables) != 2 or tables[0].ndim != 2 or tables[0].shape != tables[1].shape:
+            raise ConfigError(
+                "env.env_config.game: expected one table of payoffs or two of one shape, rows of the first player's "
+                f"choices, got {game!r}"
+            )
+        self.tables = tables
+        self.possible_agents = ["row", "column"]
+        self.observation_spaces = dict.fromkeys(self.possible_agents, spaces.Box(0.0, 1.0, (2,), np.float32))
+        self.action_spaces = {a: spaces.Discrete(n) for a, n in zip(self.possible_agents, tables[0].shape, strict=True)}
+
+    def _seen(self) -> Agents:
+        return dict(zip(self.possible_agents, np.eye(2, dtype=np.float32), strict=True))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
+        return self._seen(), {}
+
+    def step(self, actions: Agents) -> StepOfAgents:
+        chosen = int(actions["row"]), int(actions["column"])
+        paid = {a: float(table[chosen]) for a, table in zip(self.possible_agents, self.tables, strict=True)}
+        return self._seen(), paid, dict.fromkeys(("row", "column", ALL), True), {ALL: False}, {}
 
 
 class Hunt(MultiAgentEnv):

@@ -6,7 +6,7 @@ from gymnasium import spaces
 
 import bray
 from bray.envs import EnvConfig, env_spec, make_vec
-from bray.envs.agent_games import Hunt, Nim, TwoStep
+from bray.envs.agent_games import Hunt, Matrix, Nim, TwoStep
 from bray.envs.build import Builder
 from bray.envs.check import check_env
 from bray.envs.multi_agent import ALL, adapt_agents
@@ -178,6 +178,34 @@ def test_the_two_step_game_pays_what_the_paper_says():
                 paid[first, a, b] = sum(game.step({"a": a, "b": b})[1].values())
     assert [paid[0, a, b] for a in (0, 1) for b in (0, 1)] == [7.0] * 4
     assert [paid[1, a, b] for a in (0, 1) for b in (0, 1)] == [0.0, 1.0, 1.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("game", "equilibrium", "value"),
+    [("biased_rps", [0.25, 0.5, 0.25], 0.0), ("zero_sum", [0.375, 0.625], -0.125)],
+)
+def test_nobody_gains_in_the_equilibrium_of_a_matrix_game(game, equilibrium, value):
+    paid = np.zeros((len(equilibrium),) * 2)
+    for mine, its in np.ndindex(*paid.shape):
+        env = Matrix(game)
+        acting, got, over = play(env, lambda agent, pair=(mine, its): pair[agent == "column"])
+        assert (acting, over) == (["columnrow"], True)
+        assert got["row"] == -got["column"]
+        paid[mine, its] = got["row"]
+    np.testing.assert_allclose(paid @ equilibrium, value, atol=1e-12)
+    np.testing.assert_allclose(equilibrium @ paid, value, atol=1e-12)
+
+
+def test_matrices_are_named_or_given():
+    told = play(Matrix("prisoners_dilemma"), lambda agent: int(agent == "row"))[1]
+    assert told == {"row": 0.0, "column": -20.0}
+    own = Matrix([[[1, 2, 3], [4, 5, 6]], [[0, 0, 7], [0, 0, 0]]])
+    assert [own.action_spaces[agent].n for agent in ("row", "column")] == [2, 3]
+    assert play(own, lambda agent: 0 if agent == "row" else 2)[1] == {"row": 3.0, "column": 7.0}
+    with pytest.raises(UnknownName, match=r"unknown matrix game 'rps'.*biased_rps"):
+        Matrix("rps")
+    with pytest.raises(ConfigError, match=r"game: expected one table of payoffs or two of one shape"):
+        Matrix([[[1, 2]], [[1], [2]]])
 
 
 def test_nim_is_won_by_who_takes_the_last():
