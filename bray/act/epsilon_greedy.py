@@ -42,6 +42,13 @@ class EpsilonGreedy(Rule):
     def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, clock: Clock) -> Arrays:
         return {"action": epsilon_greedy(outputs["q"], self._epsilons(len(outputs["q"]), clock.env_steps), rng, mask)}
 
+    def probabilities(self, layout: ActionLayout, outputs: Arrays, mask: Mask, clock: Clock) -> np.ndarray:
+        epsilon = np.reshape(self._epsilons(len(outputs["q"]), clock.env_steps), (-1, 1))
+        legal = np.ones_like(outputs["q"], float) if mask is None else mask.astype(float)
+        best = super().probabilities(layout, outputs, mask, clock)
+        odds: np.ndarray = (1.0 - epsilon) * best + epsilon * legal / legal.sum(-1, keepdims=True)
+        return odds
+
     def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         return {"q": rng.random((rows, layout.num_params), np.float32)}
 

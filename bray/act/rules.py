@@ -34,6 +34,11 @@ class Rule:
         """`action`, flat as the learner wants it, and what else it keeps."""
         raise NotImplementedError
 
+    def probabilities(self, layout: ActionLayout, outputs: Arrays, mask: Mask, clock: Clock) -> np.ndarray:
+        """Of the choices of a single Discrete, `[B, N]` float64: how often `choose` draws each."""
+        best: np.ndarray = np.eye(layout.num_logits)[self.choose(layout, outputs, mask, None, clock)["action"]]
+        return best
+
     def seat(self, first: int, rows: int, total: int) -> None:
         """As `Policy.seat`."""
 
@@ -59,6 +64,14 @@ class Distribution(Rule):
         action, logp = distributions.sample(layout, outputs["dist"], rng, mask)
         return {"action": action, "logp": logp}
 
+    def probabilities(self, layout: ActionLayout, outputs: Arrays, mask: Mask, clock: Clock) -> np.ndarray:
+        logits = outputs["dist"].astype(np.float64)
+        if mask is not None:
+            logits = np.where(mask, logits, -np.inf)
+        odds = np.exp(logits - logits.max(-1, keepdims=True))
+        chances: np.ndarray = odds / odds.sum(-1, keepdims=True)
+        return chances
+
 
 class Best(Distribution):
     """The most likely action of the distribution head, always: for policies that explore by other weights, not by
@@ -68,6 +81,8 @@ class Best(Distribution):
 
     def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, clock: Clock) -> Arrays:
         return super().choose(layout, outputs, mask, None, clock)
+
+    probabilities = Rule.probabilities
 
     def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         return {"dist": rng.standard_normal((rows, layout.num_params), np.float32)}

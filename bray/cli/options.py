@@ -179,6 +179,27 @@ class Eval(Acting):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exploitability(Reading):
+    """Say how much a best response gains on the policies of a game of several: NashConv where open_spiel can compute
+    it, else by training one."""
+
+    path: RunDirectory
+    """A run directory, as `bray train` names it."""
+    checkpoint: Checkpoint = "latest"
+    """Which checkpoint."""
+    act: Literal["sample", "greedy"] = "sample"
+    """How its policies choose: sample = drawn as in training."""
+    steps: Count | None = None
+    """Train a best response for this many env steps, for each agent in turn."""
+    run: Annotated[str, Flag(metavar="ALGO")] = "PPO"
+    """What learns the best response."""
+    episodes: Count = 2000
+    """Games by which a trained best response is judged."""
+    seed: Whole = 0
+    """Of its training."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Collect(Acting):
     """Play whole episodes and save them, for imitation and offline learning."""
 
@@ -538,6 +559,7 @@ COMMANDS: dict[str, tuple[type[Options], str]] = {
     "train": (Train, "bray.cli.train:train"),
     "tune": (Tune, "bray.cli.tune:tune"),
     "eval": (Eval, "bray.cli.evaluate:evaluate"),
+    "exploitability": (Exploitability, "bray.cli.exploitability:exploitability"),
     "collect": (Collect, "bray.cli.collect:collect"),
     "data": (Data, "bray.cli.data:data"),
     "serve": (Serve, "bray.cli.serve:serve"),

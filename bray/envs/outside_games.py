@@ -109,7 +109,7 @@ class SpielEnv(MultiAgentEnv):
         over = state.is_terminal()
         if over and not np.array_equal(state.rewards(), rewards):
             rewards = rewards + state.rewards()  # chance ended it
-        obs = {a: self._seen(i) for i, a in enumerate(self.possible_agents)} if over else self._asked()
+        obs = {a: self.seen(state, i) for i, a in enumerate(self.possible_agents)} if over else self._asked()
         ends = dict.fromkeys([*self.possible_agents, ALL], over)
         return obs, dict(zip(self.possible_agents, rewards.tolist(), strict=True)), ends, {ALL: False}, {}
 
@@ -125,10 +125,10 @@ class SpielEnv(MultiAgentEnv):
             asked = [i for i in range(len(self.possible_agents)) if state.legal_actions(i)]
         else:
             asked = [state.current_player()]
-        return {self.possible_agents[i]: self._seen(i) for i in asked}
+        return {self.possible_agents[i]: self.seen(state, i) for i in asked}
 
-    def _seen(self, player: int) -> dict[str, np.ndarray]:
-        state = self._state
+    def seen(self, state: Any, player: int) -> dict[str, np.ndarray]:
+        """What a player sees of a state of the game."""
         tensor = state.information_state_tensor(player) if self._remembers else state.observation_tensor(player)
         mask = np.zeros(self.game.num_distinct_actions(), np.int8)
         mask[state.legal_actions(player) if not state.is_terminal() else []] = 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bray.act import GREEDY, TRAINED, Clock
+from bray.act import GREEDY, Clock
 from bray.algos import algo_name
 from bray.data.experience import Counts, Replay
 from bray.data.piece import Piece, side_by_side
@@ -281,9 +281,7 @@ def play_games(
         p = players[name]
         rng = np.random.default_rng([seed, i])
         sits, how = p.seats or SeatRollout, p.mode or mode
-        seat = sits(name, side, env.num_envs, p.engine, p.policy, rng, mode=how, initial_state=p.initial_state)
-        seat.set_clock(TRAINED)
-        seats[name] = seat
+        seats[name] = sits(name, side, env.num_envs, p.engine, p.policy, rng, mode=how, initial_state=p.initial_state)
     source = TableSource(env, seats, env.spec.agents)
     source.reset(seed)
     share = [games // env.num_envs + (b < games % env.num_envs) for b in range(env.num_envs)]

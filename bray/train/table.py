@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bray import tree
-from bray.act import GREEDY, SAMPLE, Clock, Policy, Tick
+from bray.act import GREEDY, SAMPLE, TRAINED, Clock, Policy, Tick
 from bray.capture import Record
 from bray.data.experience import Counts
 from bray.data.piece import Piece
@@ -186,6 +186,11 @@ class SeatRollout(Rollout):
         """The number of the first seat among those of all workers."""
 
     # --- one step -----------------------------------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> Clock:
+        """Where nobody learns from what it does, its training is over."""
+        return TRAINED if self.rows is None else super().clock
 
     def decide(self) -> Any:
         """Actions for all seats; those of seats that do not act count for nothing."""

@@ -74,7 +74,12 @@ def names(run, place, module):
 @pytest.mark.parametrize("place", PLACES)
 def test_nothing_that_a_foreign_run_names_is_imported(place, run, evil, tmp_path, capsys):
     names(run, place, evil)
-    for words in (["eval", str(run)], ["collect", str(run)], ["train", "--resume", str(run)]):
+    for words in (
+        ["eval", str(run)],
+        ["exploitability", str(run)],
+        ["collect", str(run)],
+        ["train", "--resume", str(run)],
+    ):
         assert main(words) == 2
         said = capsys.readouterr().err.splitlines()
         assert len(said) == 1
