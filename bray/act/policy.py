@@ -108,9 +108,21 @@ class Policy:
         return {} if self.rule is None else self.rule.numbers(clock.env_steps)
 
     def acts_by_rule(self) -> bool:
-        """Whether `rule` alone says how this Policy acts."""
+        """Whether `rule` alone says how this Policy acts once its training is over."""
         kind = type(self)
         return self.rule is not None and kind.act is Policy.act and kind.decide is Policy.decide
+
+    @property
+    def served_outputs(self) -> tuple[str, ...]:
+        """Outputs of the Model that it acts by once its training is over."""
+        return self.rule.reads if self.rule is not None and self.acts_by_rule() else self.reads
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """What it remembers of its rows from one decision to the next: saved with them."""
+        return {}
+
+    def set_state(self, state: dict[str, np.ndarray]) -> None:
+        """Go on from `get_state`."""
 
 
 def standard_normals(shapes: Mapping[str, tuple[int, ...]], rng: np.random.Generator) -> dict[str, np.ndarray]:

@@ -48,6 +48,7 @@ ALGORITHMS: dict[str, Any] = {
     "MADDPG": "bray.algos.maddpg",
     "COMA": "bray.algos.coma",
     "ATOC": "bray.algos.atoc",
+    "NFSP": "bray.algos.nfsp",
 }
 _ELSEWHERE = {
     **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),

@@ -81,7 +81,7 @@ class _Exporter:
     def __init__(self, exp: Experiment, saved: Checkpoint, needs_recorded: bool):
         served = exp.served
         self.policy, self.spec, self.saved = served.policy, served.spec, saved
-        self.outputs = (*self.policy.reads, *(["state"] if served.recurrent else []))
+        self.outputs = (*self.policy.served_outputs, *(["state"] if served.recurrent else []))
         self.model = TorchEngine(served.model, self.outputs)
         obs = saved.state["arrays"]["observations"].get("obs")
         self.recorded = obs is not None

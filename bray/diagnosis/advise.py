@@ -83,6 +83,7 @@ SUITED = {
     "MADDPG": "for teams: a critic of the whole game for each agent",
     "COMA": "for teams: what each choice is worth beside the others",
     "ATOC": "for teams: agents that talk when it helps",
+    "NFSP": "for games against each other: an average policy that is hard to exploit",
 }
 """What each of our algorithms is for, where nothing was measured."""
 

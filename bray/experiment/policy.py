@@ -45,7 +45,7 @@ class ServedPolicy:
     @property
     def outputs(self) -> tuple[str, ...]:
         """What acting needs of the Model."""
-        return (*self.policy.reads, *(["state"] if self.recurrent else []))
+        return (*self.policy.served_outputs, *(["state"] if self.recurrent else []))
 
     def __call__(self, obs: Any, state: Any = None, mode: str = GREEDY) -> Any:
         batch = tree.map(lambda x: x[None], self._observations.read(obs)[0])

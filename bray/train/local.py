@@ -99,7 +99,7 @@ def describe_policy(policy: Any, model: Any) -> dict[str, Any]:
     return {
         "rule": policy.rule.name if by_rule else None,
         "settings": policy.rule.trained() if by_rule else {},
-        "outputs": list(policy.reads),
+        "outputs": list(policy.served_outputs),
         "recurrent": recurrent,
         "state": tree.map(lambda x: {"shape": list(x.shape[1:]), "dtype": str(np.asarray(x).dtype)}, initial)
         if recurrent

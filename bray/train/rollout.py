@@ -260,6 +260,7 @@ class Rollout:
             "dead": self.env.dead.copy(),
             "state": {} if self.state is None else self.state,
             "rewards": self.rewards.get_state() if self.rewards else {},
+            "policy": self.policy.get_state(),
         }
         json = {"env": env["json"], "rng": self.rng.bit_generator.state, "exact": self.env.exact and not midway}
         return {"arrays": arrays, "json": json | {"env_steps": self.env_steps}}
@@ -298,6 +299,8 @@ class Rollout:
             self.first = np.array(arrays["first"])
             if self.state is not None:
                 self.state = tree.map(np.array, arrays["state"])
+            if policy := arrays.get("policy"):
+                self.policy.set_state(policy)
         else:
             self.env.exact = False
 

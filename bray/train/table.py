@@ -448,6 +448,7 @@ class SeatRollout(Rollout):
             "kept": kept,
             "state": {} if self.state is None else self.state,
             "rewards": self.rewards.get_state() if self.rewards else {},
+            "policy": self.policy.get_state(),
         }
         where = {"steps": self.steps, "level": self._level, "version": self.version}
         return {"arrays": arrays, "json": {"rng": self.rng.bit_generator.state, **where}}
@@ -465,6 +466,8 @@ class SeatRollout(Rollout):
             setattr(self, f"_{k}", np.array(arrays[k]))
         self.acts, self.in_game = np.array(arrays["acts"]), np.array(arrays["in_game"])
         self.steps, self._level = int(json_["steps"]), bool(json_["level"])
+        if policy := arrays.get("policy"):
+            self.policy.set_state(policy)
         if self.state is not None:
             self.state = tree.map(np.array, arrays["state"])
         self._columns = None

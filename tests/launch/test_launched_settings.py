@@ -21,7 +21,7 @@ CONTINUOUS = ("SAC", "CrossQ", "DDPG", "TD3")
 SPREAD = "pettingzoo:mpe2.simple_spread_v3"
 TEAMS = dict.fromkeys(("QMIX", "VDN"), "bray.envs.agent_games:TwoStep")
 TEAMS |= dict.fromkeys(("MADDPG", "COMA", "ATOC"), SPREAD)
-GAMES = {"MAPPO": SPREAD}
+GAMES = {"MAPPO": SPREAD, "NFSP": "openspiel:kuhn_poker"}
 MEMBERS = {SPREAD: ["agent_0", "agent_1", "agent_2"], "bray.envs.agent_games:TwoStep": ["a", "b"]}
 
 

@@ -16,8 +16,8 @@ import cleanrl_style  # isort: skip
 
 ELSEWHERE = {"IMPALA", "APPO", "Ape-X"}
 """Beside RLlib and others, with workers: benchmarks/scale."""
-ALONE = {"QMIX", "VDN", "MADDPG", "COMA", "ATOC", "MAPPO"}
-"""Teams: not measured beside a peer yet."""
+ALONE = {"QMIX", "VDN", "MADDPG", "COMA", "ATOC", "MAPPO", "NFSP"}
+"""Of several agents: not measured beside a peer yet."""
 DQN = {
     "fcnet_hiddens": cases.DQN_HIDDEN,
     "batch_size": cases.DQN_BATCH,
