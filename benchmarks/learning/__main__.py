@@ -20,6 +20,7 @@ import platform
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import Any, Literal
 import torch
 
 import bray
+from benchmarks.learning.equilibria import minus_distance, minus_nash_conv
 from bray import figures
 from bray.config.runfile import preset, settings
 from bray.experiment import Experiment
@@ -55,6 +57,8 @@ class Case:
     an option is for; it passes where no evaluation reaches the target."""
     use_preset: bool = True
     """False: the shipped defaults."""
+    judge: Callable[[Experiment], float] | None = None
+    """What an evaluation's score is, where that is no return."""
 
 
 TWO_STEP = "bray.envs.agent_games:TwoStep"
@@ -89,6 +93,22 @@ LATE = {"learning_starts": 5_000}
 CHAIN = {"num_envs": 8, "rollout_length": 128, "minibatches": 16}
 CAR = {"normalize_observations": False, "normalize_rewards": False, "entropy_coef": 0.0}
 R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
+
+KUHN, LEDUC, MATRIX = "openspiel:kuhn_poker", "openspiel:leduc_poker", "bray.envs.agent_games:Matrix"
+PLAIN = {"magnet_coef": 0.0, "entropy_coef": None}
+ONE = {"eval_episodes": 1}
+TABLE = {
+    "num_envs": 64,
+    "rollout_length": 16,
+    "epochs": 4,
+    "minibatches": 4,
+    "lr": {"kind": "linear", "start": 2e-3, "end": 5e-5, "steps": 100_000},
+    "gamma": 1.0,
+    "fcnet_hiddens": [32],
+    **ONE,
+}
+RPS = {**TABLE, "env_config": {"game": "biased_rps"}}
+DRAWN = {"entropy_coef": 0.0, "magnet_coef": 0.5, "magnet": "slow", "magnet_tau": 0.05}
 
 CASES = {
     "ppo-cartpole": Case("PPO", "CartPole-v1", 475, 200_000, 5),
@@ -138,6 +158,33 @@ CASES = {
     "mappo-spread": Case("MAPPO", SPREAD, HALF_WAY, 666_667, 20, 3, MANY),
     "ppo-spread": Case("PPO", SPREAD, HALF_WAY, 666_667, 20, 1, MANY),
     "atoc-spread": Case("ATOC", SPREAD, ABOVE_RANDOM, 50_000, 10, 3, MANY, must="end above"),
+    "ppo-kuhn": Case("PPO", KUHN, -0.1, 500_000, 20, 3, ONE, "end above", judge=minus_nash_conv),
+    "ppo-kuhn-plain": Case("PPO", KUHN, -0.1, 500_000, 20, 3, {**ONE, **PLAIN}, "stay below", judge=minus_nash_conv),
+    "nfsp-kuhn": Case("NFSP", KUHN, -0.3, 300_000, 10, 3, ONE, "end above", judge=minus_nash_conv),
+    "ppo-rps": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, {**RPS, **DRAWN}, "end above", judge=minus_distance),
+    "ppo-rps-plain": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, RPS, "stay below", judge=minus_distance),
+    "ppo-prisoners": Case(
+        "PPO",
+        MATRIX,
+        -0.05,
+        100_000,
+        5,
+        3,
+        {**TABLE, **DRAWN, "env_config": {"game": "prisoners_dilemma"}},
+        "end above",
+        judge=minus_distance,
+    ),
+    "ppo-zero-sum": Case(
+        "PPO",
+        MATRIX,
+        -0.05,
+        100_000,
+        5,
+        3,
+        {**TABLE, **DRAWN, "env_config": {"game": "zero_sum"}},
+        "end above",
+        judge=minus_distance,
+    ),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
     "dqn-taxi": Case("DQN", "Taxi-v4", 7, 80_000, 10, seeds=3, must="end above"),
     "ppo-taxi": Case("PPO", "Taxi-v4", 7, 500_000, 12, seeds=3),
@@ -163,7 +210,8 @@ def train(case: Case, seed: int, path: Path, seconds: float | None = None) -> di
         checkpoint_freq=0,
     )
     start = time.perf_counter()
-    rows = list(exp.train(stop=stop if seconds is None else {**stop, "time_total_s": seconds}))
+    judged = None if case.judge is None else {"on_evaluate": functools.partial(_judge, case.judge)}
+    rows = list(exp.train(stop=stop if seconds is None else {**stop, "time_total_s": seconds}, callbacks=judged))
     exp.close()
     row = rows[-1]
     evaluated = [r for r in rows if r.get("eval/return_mean") is not None]
@@ -181,6 +229,10 @@ def train(case: Case, seed: int, path: Path, seconds: float | None = None) -> di
         "episode_return_mean": row["episode_return_mean"],
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def _judge(judge: Callable[[Experiment], float], exp: Experiment, result: dict[str, Any]) -> None:
+    result |= {"eval/return_mean": judge(exp), "eval/return_ci95": None}
 
 
 def measure(name: str, seeds: list[int] | None, out: Path, jobs: int = 1, until: float | None = None) -> dict[str, Any]:
@@ -255,12 +307,18 @@ def draw(name: str, out: Path) -> None:
     """CASE.png from CASE.jsonl."""
     case, seeds = CASES[name], {}
     for row in figures.read_results(out / f"{name}.jsonl"):
+        if case.judge is not None:
+            row.pop(figures.TRAIN, None)
         seeds.setdefault(row["seed"], []).append(json.dumps(row) + "\n")
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{seed}.jsonl" for seed in seeds]
         for path, lines in zip(paths, seeds.values(), strict=True):
             path.write_text("".join(lines))
-        figures.learning_curve(paths, out / f"{name}.png", f"{case.run} on {case.env}", case.target)
+        figures.learning_curve(paths, out / f"{name}.png", f"{case.run} on {case.env}{_unit(case)}", case.target)
+
+
+def _unit(case: Case) -> str:
+    return "" if case.judge is None else f": {case.judge.__name__.replace('_', ' ')}"
 
 
 def read_records(out: Path) -> list[dict[str, Any]]:
@@ -296,6 +354,8 @@ same machine. A seed that was cut off by `--minutes` is unfinished, and has not 
 
 Reaching means once: training stops at the first evaluation at or above the target, so these are steps to a first good
 evaluation, not a score that was held. "At the end" is one: training goes to the limit and its last evaluation counts.
+Of games against each other the score is minus NashConv, which is 0 in an equilibrium, and of matrix games minus the
+largest distance of a probability from that of the equilibrium (`equilibria.py`), both of the policy as it draws.
 "Below" is a comparison that must not reach its target: it passes where no evaluation does. In a picture each seed is a
 thin line to its own end; the mean and its band go as far as all seeds do, to where the first one was done (the curves
 are in CASE.jsonl, `--draw` makes the pictures from them). How the presets were chosen: PPO on CartPole is one of five

@@ -14,6 +14,8 @@ def test_the_preset_reaches_its_score(tmp_path, name):
         pytest.skip("needs Box2D: make box2d")
     if CASES[name].env.startswith(("HalfCheetah", "Hopper")) and importlib.util.find_spec("mujoco") is None:
         pytest.skip("needs MuJoCo: pip install 'bray-rl[mujoco]'")
+    if CASES[name].env.startswith("openspiel:"):
+        pytest.importorskip("pyspiel")
     result = train(CASES[name], 7, tmp_path / "run")  # a seed that no preset was tuned on
     assert result["passed"], result
     assert result["env_steps"] <= CASES[name].limit + 5_000

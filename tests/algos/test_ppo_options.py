@@ -9,10 +9,12 @@ import torch
 from gymnasium import spaces
 from sources_for_tests import make_piece
 
-from bray.act import Clock
+from bray.act import SAMPLE, Clock
 from bray.algos import ppo
+from bray.envs.agent_games import Matrix
 from bray.errors import ConfigError
 from bray.experiment import Experiment
+from bray.experiment.exploitability import probabilities
 from bray.nn.catalog import ModelConfig
 from bray.spec import EnvSpec, Space
 from tests.rl.test_rl import slow_gae
@@ -295,3 +297,21 @@ def test_a_slow_magnet_is_refused_with_memory():
     config = {"magnet_coef": 0.1, "magnet": "slow", "use_lstm": True}
     with pytest.raises(ConfigError, match=r"magnet=slow does not go with a memory.*use magnet=uniform"):
         Experiment("PPO", "CartPole-v1", config=config).training.iterate()
+
+
+def test_self_play_goes_in_circles_without_it():
+    """Rock, paper, scissors with an equilibrium of 1/4, 1/2, 1/4: with a magnet the last policies are near it, without
+    one they are elsewhere in turn."""
+    config = {"num_envs": 64, "rollout_length": 8, "epochs": 4, "minibatches": 1, "fcnet_hiddens": [16]}
+    config |= {"lr": {"kind": "linear", "start": 2e-3, "end": 2e-4, "steps": 60_000}, "entropy_coef": 0.0}
+    drawn = {"magnet_coef": 0.5, "magnet": "slow", "magnet_tau": 0.05}
+    away = {}
+    for name, options in (("circles", {}), ("spiral", drawn)):
+        with Experiment("PPO", Matrix, use_preset=False, config={**config, **options}) as exp:
+            both, away[name] = np.eye(2, dtype=np.float32), []
+            for _ in range(60):
+                exp.training.iterate()
+                (player,) = exp.players(exp.spec_of()).values()
+                away[name].append(np.abs(probabilities(player, both, SAMPLE) - [0.25, 0.5, 0.25]).max())
+    assert max(away["circles"][-20:]) > 0.3
+    assert max(away["spiral"][-20:]) < 0.12
