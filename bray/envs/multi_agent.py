@@ -50,10 +50,10 @@ class MultiAgentEnv(ABC):
         """Observations, rewards (left out: 0), terminateds, truncateds and infos (may be empty)."""
 
     def observation_space(self, agent: str) -> Any:
-        return self.observation_spaces[agent]
+        return _declared(self, "observation_spaces", agent)
 
     def action_space(self, agent: str) -> Any:
-        return self.action_spaces[agent]
+        return _declared(self, "action_spaces", agent)
 
     def global_state(self) -> Any:
         """Of now, a member of `global_state_space`."""
@@ -116,12 +116,7 @@ class AdaptedAgents(MultiAgentEnv):
         members = getattr(one, "spaces", None)
         if isinstance(members, Mapping) and (agent in members or str(agent) in members):
             return members[agent] if agent in members else members[str(agent)]
-        if one is None:
-            raise EnvError(
-                f"{type(env).__name__} does not say the {kind} space of agent {str(agent)!r}: set {kind}_spaces = "
-                f"{{agent: space}}"
-            )
-        return one
+        return _declared(env, f"{kind}_spaces", agent) if one is None else one
 
     def _reset(self, given: dict[str, Any]) -> tuple[Any, Any]:
         out = self.env.reset(**{k: v for k, v in given.items() if k in self._reset_takes and v is not None})
@@ -226,6 +221,8 @@ class TurnsOfAgents(MultiAgentEnv):
 def adapt_agents(env: Any) -> MultiAgentEnv | None:
     """`env` as a MultiAgentEnv where several agents play it, by its class or its attributes; None where one does."""
     if isinstance(env, MultiAgentEnv):
+        if not getattr(env, "possible_agents", None):
+            raise EnvError(f"{type(env).__name__} does not say who plays: set possible_agents = [agent, ...]")
         return env
     classes = _classes(env)
     if "AECEnv" in classes or (hasattr(env, "agent_selection") and hasattr(env, "possible_agents")):
@@ -255,6 +252,17 @@ def game_over(terminateds: Agents, truncateds: Agents, who: str) -> bool:
             f"{{..., {ALL!r}: False}} until it is; got {terminateds}"
         )
     return ended(ALL, terminateds, truncateds)
+
+
+def _declared(env: Any, key: str, agent: Any) -> Any:
+    """The space of an agent that the environment has in a dict of this name."""
+    try:
+        return getattr(env, key)[agent]
+    except (AttributeError, KeyError, TypeError):
+        raise EnvError(
+            f"{type(env).__name__} does not say the {key.removesuffix('_spaces')} space of agent {str(agent)!r}: set "
+            f"{key} = {{agent: space}}"
+        ) from None
 
 
 def _classes(env: Any) -> set[str]:

@@ -212,6 +212,8 @@ def why_not_native(config: EnvConfig, source: EnvOrigin, render_mode: str | None
     spec = source.gym_spec
     if spec is None:
         return "it is not an environment of Gymnasium's registry"
+    if config.teams:
+        return "env.teams joins agents of a game of several, and it has one"
     if config.per_env:
         return "env.per_env gives each environment its own arguments"
     if config.wrappers or config.flatten_obs or config.drop_obs or config.action_bounds:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +33,11 @@ class PettingZoo:
         extra = {} if render_mode is None else {"render_mode": render_mode}
         make = getattr(module, "parallel_env", None) or getattr(module, "env", None)
         if make is None:
-            raise ConfigError(f"pettingzoo:{self.path}: the module {module.__name__} has neither parallel_env nor env")
+            games = ", ".join(_games_of(module)) or "none"
+            raise ConfigError(
+                f"pettingzoo:{self.path}: the module {module.__name__} has neither parallel_env nor env; games in it: "
+                f"{games}"
+            )
         return make(**{**arguments, **extra})
 
     def _module(self) -> Any:
@@ -41,8 +47,18 @@ class PettingZoo:
         try:
             return importlib.import_module(name)
         except ImportError as e:
+            folder, _, game = name.rpartition(".")
+            if isinstance(e, ModuleNotFoundError) and e.name == name and folder:  # its folder is there
+                games = _games_of(importlib.import_module(folder))
+                raise UnknownName("game", game, games, f"of pettingzoo:{self.path}") from None
             need = f"it needs {what_is_missing(e)}" if what_is_missing(e) else str(e)
             raise ConfigError(f"pettingzoo:{self.path}: cannot import {name}: {need}") from e
+
+
+def _games_of(package: Any) -> list[str]:
+    """Modules of a package that are games: their names end with a version."""
+    found = pkgutil.iter_modules(getattr(package, "__path__", []))
+    return [module.name for module in found if re.search(r"_v\d+$", module.name)]
 
 
 @dataclass(frozen=True)
@@ -141,4 +157,8 @@ _MAKERS: dict[str, Callable[[str], Any]] = {"pettingzoo": PettingZoo, "openspiel
 def outside_game(name: str) -> Any:
     """What makes the game that `name` means; None for names of other kinds."""
     package, _, rest = name.partition(":")
-    return _MAKERS[package](rest) if package in _MAKERS and rest else None
+    if package not in _MAKERS or package == name:
+        return None
+    if not rest:
+        raise ConfigError(f"{name} names no game: pettingzoo:mpe2.simple_spread_v3 and openspiel:kuhn_poker do")
+    return _MAKERS[package](rest)

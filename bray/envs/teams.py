@@ -170,8 +170,8 @@ class Teams(MultiAgentEnv):
             missing = [m for m in team.members if m in living - asked]
             raise EnvError(
                 f"env.teams.{team.name}: {', '.join(missing)} has no observation at step {self._steps} and has not "
-                f"ended, while {', '.join(m for m in team.members if m in asked)} has one: members of a team act at "
-                "the same time. Leave it out of the team, or give it an observation"
+                f"ended, while there is one of {', '.join(m for m in team.members if m in asked)}: members of a team "
+                "act at the same time. Leave it out of the team, or give it an observation"
             )
         return bool(asked)
 

@@ -158,6 +158,40 @@ def test_games_of_openspiel():
         Builder.of(EnvConfig("openspiel:kuhn_pokr")).agents()
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("openspiel:", ConfigError, "openspiel: names no game"),
+        ("pettingzoo:mpe2", ConfigError, "mpe2 has neither parallel_env nor env; games in it: .*simple_spread_v3"),
+        ("pettingzoo:mpe2.simple_spred_v3", UnknownName, "unknown game 'simple_spred_v3' .*'simple_spread_v3'"),
+        ("pettingzoo:classic.connect_for_v3", UnknownName, "unknown game 'connect_for_v3' .*'connect_four_v3'"),
+        ("pettingzoo:no_such.game_v0", ConfigError, "it needs the module 'no_such', which is not installed"),
+    ],
+)
+def test_a_name_that_means_no_game_is_told_from_a_package_that_is_not_there(name, error, said):
+    pytest.importorskip("mpe2")
+    with pytest.raises(error, match=said):
+        Builder.of(EnvConfig(name)).agents()
+
+
+def test_a_game_that_does_not_say_who_plays_or_what_they_see_is_refused():
+    class Silent(NewRLlib, bray.MultiAgentEnv):
+        """Says nothing of its spaces."""
+
+        def __init__(self):
+            self.possible_agents = ["a", "b"]
+
+    with pytest.raises(EnvError, match="Silent does not say the observation space of agent 'a': set observation_spac"):
+        env_spec(EnvConfig(Silent))
+
+    class Nobody(Silent):
+        def __init__(self):
+            self.possible_agents = []
+
+    with pytest.raises(EnvError, match="Nobody does not say who plays: set possible_agents"):
+        env_spec(EnvConfig(Nobody))
+
+
 def test_what_plays_games_of_one_says_so():
     said = r"TwoStep is a game of several agents.*env.teams joins all agents"
     with make_vec(EnvConfig(id=TwoStep, num_envs=2), seed=0) as env, pytest.raises(ConfigError, match=said):

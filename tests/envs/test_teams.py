@@ -112,8 +112,10 @@ def test_returning_members_act_again():
     ],
 )
 def test_what_does_not_join_is_refused(env, teams, error, said):
-    with pytest.raises(error, match=said):
-        env_spec(EnvConfig(env, teams=teams))
+    config = EnvConfig(env, teams=teams, num_envs=8)  # so many that CartPole would have its vector form
+    for make in (env_spec, lambda config: make_vec(config, seed=0)):
+        with pytest.raises(error, match=said):
+            make(config)
 
 
 def test_a_member_that_is_missing_is_named():
