@@ -29,6 +29,12 @@ class Evaluations:
         self._experiment, self._directory, self._score = experiment, directory, score
         config, self._training = experiment.config, experiment.training
         self._run, self._env = config["run"], config["env"]
+        for key in ("eval_parallel", "video_freq"):
+            if isinstance(self._training, GameTraining) and getattr(self._run, key):
+                raise ConfigError(
+                    f"run.{key} is for environments of one agent, and {self._training.game_id} is a game of several: "
+                    "leave it out; eval_freq evaluates games, and `bray eval RUN_DIR --render` films one"
+                )
         self._evaluate = self._film = False  # due
         self._beside: Evaluator | None = None
         if self._run.eval_parallel:
@@ -50,8 +56,6 @@ class Evaluations:
         task, t = self._task(), self._training
         if not isinstance(t, (PolicyTrainings, GameTraining)):
             return look_at(ServedPolicy(t.policy, t.model, t.spec), self._env, task, self._run.record)
-        if task.video is not None:
-            raise ConfigError("run.video_freq films environments of one agent: `bray eval --render` films a game")
         found = t.evaluate(self._run.eval_episodes) | {"eval/env_steps": task.env_steps}
         return Looked(task.step, False, found, None, "")
 

@@ -182,6 +182,15 @@ def test_mistakes_are_told_in_one_line(tmp_path, made, error, said):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(("key", "value"), [("eval_parallel", True), ("video_freq", 1)])
+def test_what_looks_at_one_agent_is_refused_before_a_game_begins(tmp_path, key, value):
+    said = f"run.{key} is for environments of one agent.*agent_games:Nim is a game of several.*eval_freq"
+    with bray.Experiment("PPO", Nim, path=tmp_path, eval_freq=1, **{key: value}) as exp:
+        with pytest.raises(ConfigError, match=said):
+            exp.fit({"env_steps_total": 100}, progress=False)
+        assert exp.training.env_steps == 0
+
+
 def test_agents_with_other_spaces_need_policies_of_their_own():
     with pytest.raises(ConfigError, match=r"'t' and 'hunter_2' have other observation spaces.*policy_mapping="):
         env_spec(EnvConfig(Hunt, teams={"t": ["hunter_0", "hunter_1"]}))
