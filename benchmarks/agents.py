@@ -1,19 +1,24 @@
-"""python -m benchmarks.agents [crowd | wrapped]: what games of several agents cost.
+"""python -m benchmarks.agents [crowd | wrapped | peers]: what games of several agents cost.
 
 crowd     2, 8, 32 and 128 agents in 16 games: CPU of a decision and peak memory, each in a process of its own
 wrapped   PPO on 16 CartPoles, plain, and two each in 8 games, in turns of both: CPU of a step of an
           agent with learning
+peers     shared PPO on 64 games of simple_spread in turns with Tianshou's and RLlib's (`--peer`: a Python that has
+          them), each in a process of one thread: a decision with learning, less what the environments take themselves
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -25,6 +30,7 @@ import bray
 from bray.envs.multi_agent import ALL, Agents, MultiAgentEnv, StepOfAgents
 
 GAMES, WARM, ROUNDS = 16, 3, 12
+PEERS = Path(__file__).parent / "peers"
 SETTINGS: dict[str, Any] = {"num_envs": 8, "rollout_length": 128, "epochs": 4, "minibatches": 4, "seed": 0}
 
 
@@ -117,12 +123,81 @@ def wrapped(turns: int = 5) -> dict[str, Any]:
     return {**us, "speed_of_plain": round(us["plain"] / us["game"], 2)}
 
 
+def spread() -> None:
+    """Our side of `peers`: a process like those of `peers/tianshou_spread.py` and `peers/rllib_spread.py`."""
+    sys.path.insert(0, str(PEERS))
+    import cases
+    import spread
+
+    made = {
+        "num_envs": spread.GAMES,
+        "vector": "inprocess",
+        "rollout_length": spread.STEPS,
+        "minibatches": spread.GAMES * spread.STEPS * spread.AGENTS // spread.MINIBATCH,
+        "epochs": cases.EPOCHS,
+        "lr": cases.LEARNING_RATE,
+        "gamma": cases.GAMMA,
+        "lambda_": cases.GAE_LAMBDA,
+        "clip": cases.CLIP,
+        "entropy_coef": cases.ENTROPY_COEF,
+        "value_coef": cases.VALUE_COEF,
+        "max_grad_norm": cases.MAX_GRAD_NORM,
+        "fcnet_hiddens": [64, 64],
+        "fcnet_activation": "tanh",
+    }
+    with tempfile.TemporaryDirectory() as path, bray.Experiment("PPO", spread.make_parallel, path=path, **made) as exp:
+        turns = spread.Turns()
+        while True:
+            turns.tick(exp.training.iterate()["episode_return_mean"])
+
+
+def peers(peer: str, seconds: float, turns: int) -> dict[str, Any]:
+    """Microseconds of a decision with learning, less those of the environments: medians of turns after the first."""
+    commands = {
+        "bray": [sys.executable, "-m", "benchmarks.agents", "spread"],
+        "tianshou": [peer, str(PEERS / "tianshou_spread.py")],
+        "rllib": [peer, str(PEERS / "rllib_spread.py")],
+    }
+    alone = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": alone}
+    sides: dict[str, Any] = {}
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in commands}
+    for turn in range(turns + 1):
+        for name, words in commands.items():
+            if turn == 0:
+                sides[name] = subprocess.Popen(words, **pipes)
+            side = sides[name]
+            print(seconds, file=side.stdin, flush=True)
+            if not (line := side.stdout.readline()):
+                raise SystemExit(f"{name}: the process ended by itself: {' '.join(words)}")
+            print(json.dumps({"side": name, "turn": turn, **(got := json.loads(line))}), flush=True)
+            for clock in ("cpu", "wall"):
+                each = 1e6 / got["decisions"]
+                own = got[f"env_{clock}"]
+                if turn:
+                    found[name].setdefault(f"{clock}_us", []).append(each * (got[clock] - own))
+                    found[name].setdefault(f"env_{clock}_us", []).append(each * own)
+    for side in sides.values():
+        side.stdin.close()
+        side.wait()
+    medians = {name: {k: round(statistics.median(v), 1) for k, v in of.items()} for name, of in found.items()}
+    fastest = {clock: min(medians[name][clock] for name in sides if name != "bray") for clock in ("cpu_us", "wall_us")}
+    return {**medians, **{f"share_{clock}": round(medians["bray"][clock] / us, 3) for clock, us in fastest.items()}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=["crowd", "wrapped"])
+    parser.add_argument("case", choices=["crowd", "wrapped", "peers", "spread"])
     parser.add_argument("--agents", type=int)
+    parser.add_argument("--peer", default=str(PEERS.parents[1] / ".venv-peers" / "bin" / "python"))
+    parser.add_argument("--seconds", type=float, default=5.0, help="of CPU time, of a turn of `peers`")
+    parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
-    if args.case == "wrapped":
+    if args.case == "spread":
+        spread()
+    elif args.case == "peers":
+        print(json.dumps(peers(args.peer, args.seconds, args.turns)))
+    elif args.case == "wrapped":
         print(json.dumps(wrapped()))
     elif args.agents:
         print(json.dumps(crowd(args.agents)))

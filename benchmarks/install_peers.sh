@@ -28,5 +28,5 @@ done
 PATH=$path NO_OCEAN=1 PYTHONPATH=$scratch pip install --quiet --no-deps --no-build-isolation pufferlib==3.0.0
 
 (cd "$scratch" && "$dir/bin/python" -c "
-import Box2D, ale_py, cpprb, envpool, gymnasium, minatar, mujoco, pygame, pufferlib.pufferl, sb3_contrib, stable_baselines3, tianshou, torch
+import Box2D, ale_py, cpprb, envpool, gymnasium, minatar, mpe2, mujoco, pygame, ray.rllib, pufferlib.pufferl, sb3_contrib, stable_baselines3, tianshou, torch
 print('peers ready: torch', torch.__version__, 'gymnasium', gymnasium.__version__)" 2> /dev/null)
