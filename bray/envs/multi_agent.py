@@ -275,5 +275,8 @@ def _by_name(values: Any) -> Agents:
     return {str(agent): value for agent, value in values.items()}
 
 
-def as_float(reward: Any) -> float:
-    return float(np.asarray(reward).reshape(()))
+def as_float(reward: Any, agent: str) -> float:
+    try:
+        return float(np.asarray(reward).reshape(()))
+    except (TypeError, ValueError):
+        raise EnvError(f"agent {agent!r}: its reward is {reward!r}, expected a number") from None

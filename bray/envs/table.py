@@ -260,7 +260,7 @@ class TableEnv(gym.Env):
         total, seats, was_ended, check = 0.0, self._seat, self._ended, self.check
         for agent, reward in rewards.items():
             if type(reward) is not float:
-                reward = as_float(reward)
+                reward = as_float(reward, agent)
             if was_ended and agent in was_ended and agent not in obs:
                 if reward:
                     raise self._wrong(agent, f"it gets the reward {reward}, and has ended before")

@@ -155,9 +155,9 @@ class Teams(MultiAgentEnv):
                 if joined[3][name]:  # learners bootstrap from what members would have chosen from
                     acting = {m for m in members & obs.keys() if not terminateds.get(m)}
                 joined[0][name] = team.observe(obs, acting)
-            joined[1][name] = sum(as_float(rewards[m]) for m in team.members if m in rewards)
+            joined[1][name] = sum(as_float(rewards[m], m) for m in team.members if m in rewards)
             joined[4][name] = {
-                REWARDS: np.array([as_float(rewards.get(m, 0.0)) for m in team.members], np.float32),
+                REWARDS: np.array([as_float(rewards.get(m, 0.0), m) for m in team.members], np.float32),
                 ALIVE: np.array([m in acted for m in team.members], bool),
             }
         return joined
@@ -222,7 +222,7 @@ class OneAgent(gym.Env):
             why = "and the game is not over" if not done else "of its end"
             raise EnvError(f"{self.agent} has no observation after a step {why}, and nobody else plays")
         terminated = bool(terminateds.get(self.agent) or terminateds.get(ALL))
-        reward = as_float(rewards.get(self.agent, 0.0))
+        reward = as_float(rewards.get(self.agent, 0.0), self.agent)
         return self._seen(obs[self.agent]), reward, terminated, done and not terminated, infos.get(self.agent, {})
 
     def render(self) -> Any:

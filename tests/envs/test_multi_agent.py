@@ -345,6 +345,20 @@ def test_without_all_a_training_stops_and_says_so():
         joined.step(np.zeros((1, 2), np.int64))
 
 
+@pytest.mark.parametrize("reward", [None, np.ones(3)], ids=["none", "array"])
+@pytest.mark.parametrize("teams", [{}, {"t": ["a", "b"]}], ids=["agents", "team"])
+def test_a_reward_that_is_no_number_names_its_agent(reward, teams):
+    class Odd(TwoStep):
+        def step(self, actions):
+            obs, _, *rest = super().step(actions)
+            return obs, {"a": 1.0, "b": reward}, *rest
+
+    env = make_vec(EnvConfig(Odd, teams=teams), seed=0)
+    env.reset()
+    with pytest.raises(EnvError, match=r"agent 'b': its reward is .*expected a number"):
+        env.step(np.zeros((1, 2), np.int64) if teams else {"default": np.zeros((1, 2), np.int64)})
+
+
 class NoAll(TwoStep):
     def step(self, actions):
         out = super().step(actions)
