@@ -283,7 +283,7 @@ def _head(exp: Experiment, options: Train) -> None:
     if exp.choice is not None:
         rows.append(("auto", f"{exp.choice} (pin with --device, --num-workers, --inference)"))
     if options.resume is None:
-        plain = options.no_preset or "data" in exp.config.sections or exp.policies
+        plain = options.no_preset or exp.from_files or exp.policies
         used = None if plain else preset(run.algorithm, exp.env_id)
         if used is not None:
             rows.append(("settings", f"{used.name} (--no-preset leaves it out, --print-config shows all values)"))

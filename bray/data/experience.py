@@ -13,6 +13,7 @@ the methods of `Experience`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,6 +210,8 @@ class Replay(Experience):
         self._lanes: int | None = None  # environments of the run, where all step together
         self._piece: Piece | None = None
         self._views: list[tuple[list[Any], dict[str, Any]]] = []
+        self._files: Dataset | None = None
+        self._share, self._drawn = 0.0, 0  # of a batch from files; batches so far
         self.seed(0)
 
     @classmethod
@@ -233,6 +236,19 @@ class Replay(Experience):
 
     def seed(self, seed: int) -> None:
         self.rng = np.random.default_rng([seed, 2])
+
+    def mix_with(self, pieces: Pieces, share: float, memory: int, seed: int) -> None:
+        """From now on this share of every batch is transitions of `pieces`, each as often as the others; batches have a
+        column `demo` that says which (1 or 0). The numbers of rows are rounded so that the share holds over batches."""
+        if type(self) is not Replay:
+            raise ConfigError(
+                "rows of files are mixed into batches of single transitions, and this algorithm draws "
+                f"{type(self).__name__}"
+            )
+        self._share = share
+        self._files = Dataset(self.batch_size, sys.maxsize, self._options["gamma"], self._options["n_step"])
+        self._files.rng = np.random.default_rng([seed, 4])
+        self._files.read_from(pieces, memory)
 
     def check_rows(self, num_envs: int, ready: int) -> None:
         """Refuse a size that could never hold a batch: `ready` of `num_envs` rows come at a time, and every other may
@@ -341,7 +357,21 @@ class Replay(Experience):
 
     def _draw(self, beta: float) -> dict[str, NestedArray]:
         assert self.ring is not None
-        return self.ring.sample(self.batch_size, self.rng, beta)
+        if self._files is None:
+            return self.ring.sample(self.batch_size, self.rng, beta)
+        share = self._share * self.batch_size
+        demos = int(share * (self._drawn + 1) + 1e-9) - int(share * self._drawn + 1e-9)
+        demos = min(demos, self.batch_size - 1)  # one row at least is played
+        self._drawn += 1
+        mine = self.ring.sample(self.batch_size - demos, self.rng, beta)
+        mine["demo"] = np.zeros(self.batch_size - demos, np.float32)
+        if not demos:
+            return mine
+        theirs = self._files.draw(demos)
+        theirs |= {"demo": np.ones(demos, np.float32), "id": np.full(demos, -1, np.int64)}
+        if lacks := mine.keys() - theirs.keys():
+            raise DataError(f"the files have no columns {sorted(lacks)}, which rows that are played have")
+        return {name: tree.concat([column, theirs[name]]) for name, column in mine.items()}
 
     def room(self) -> bool:
         return self._due < max(4 * self.train_every, self.batch_size) or not self._ready()
@@ -349,7 +379,8 @@ class Replay(Experience):
     def feedback(self, batch: Batch, priorities: np.ndarray | None, version: int) -> None:
         assert self.ring is not None
         if priorities is not None:
-            self.ring.update_priorities(batch.ids, priorities)
+            played = slice(None) if self._files is None else batch.ids >= 0
+            self.ring.update_priorities(batch.ids[played], priorities[played])
         self._version = version
         self.ring.advance(version)
 
@@ -376,7 +407,10 @@ class Replay(Experience):
         return f"after {self.learning_starts:,} steps (learning_starts), then every {self.train_every:,} (train_every)"
 
     def numbers(self) -> dict[str, float]:
-        return {} if self.ring is None else {"size": len(self.ring), **self.ring.stats()}
+        if self.ring is None:
+            return {}
+        files = {} if self._files is None else {"files_epoch": self._files.epoch}
+        return {"size": len(self.ring), **self.ring.stats(), **files}
 
     def newest_obs(self, rows: int) -> NestedArray | None:
         if self.ring is None:
@@ -390,16 +424,23 @@ class Replay(Experience):
 
     def get_state(self, directory: Path | None) -> dict[str, Any]:
         json = {"rng": self.rng.bit_generator.state, "due": self._due, "left": self._left, "version": self._version}
+        files: dict[str, Any] = {}
+        if self._files is not None:
+            files = {"files": (state := self._files.get_state(None))["arrays"]}
+            json |= {"files": state["json"], "drawn": self._drawn}
         if self.ring is None or directory is None:
             came = self.ring is not None
-            return {"arrays": {}, "json": {**json, "rows": False, "came": came}, "exact": not came}
-        arrays = {"ring": self.ring.save(directory), "example": self.ring.example}
+            return {"arrays": files, "json": {**json, "rows": False, "came": came}, "exact": not came}
+        arrays = {"ring": self.ring.save(directory), "example": self.ring.example, **files}
         return {"arrays": arrays, "json": {**json, "rows": True, "came": True, "ragged": self._ragged}}
 
     def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
         arrays, json = state["arrays"], state["json"]
         self.rng.bit_generator.state = json["rng"]
         self._due, self._left, self._version = int(json["due"]), int(json["left"]), int(json["version"])
+        if self._files is not None and "files" in json:
+            self._files.set_state({"arrays": arrays["files"], "json": json["files"]}, None)
+            self._drawn = int(json["drawn"])
         if not json["rows"] or directory is None:
             self.ring = None
             return not json["came"]
@@ -481,7 +522,6 @@ class Dataset(Experience):
         self._rows = Transitions(n_step, gamma)
         """Those in memory."""
         self._order = np.zeros(0, np.int64)  # of them, those that are still to be learnt from in this epoch
-        self._left: list[dict[str, NestedArray]] = []  # of the part before: shapes of batches stay the same
         self._pieces: Pieces | None = None
         self._memory = 0
         self._episodes = np.zeros(0, np.int64)  # in the order of this epoch
@@ -541,10 +581,7 @@ class Dataset(Experience):
         self._part = (start, end)
 
     def _next_part(self) -> None:
-        """The transitions that come after those in memory, in random order. What is left of these comes first."""
-        if len(self._order):
-            self._left.append(self._rows.take(self._order))
-            self._order = self._order[:0]
+        """The transitions that come after those in memory, in random order."""
         once = self._pieces is None or self._reads_once
         if once or self._part[1] in (0, len(self._episodes)):
             if self.epoch == self.epochs:
@@ -564,13 +601,23 @@ class Dataset(Experience):
         if not self._complete:
             return None
         size = min(self.batch_size, self.count)
-        while (left := sum(len(part["reward"]) for part in self._left)) + len(self._order) < size:
+        return Batch(self.draw(size), size)
+
+    def draw(self, size: int) -> dict[str, NestedArray]:
+        """So many transitions, in the order of the epoch."""
+        if not self._complete:
+            self.complete()
+        parts: list[dict[str, NestedArray]] = []
+        while len(self._order) < size:  # what is left of a part comes first in the next batch: shapes stay the same
+            if len(self._order):
+                parts.append(self._rows.take(self._order))
+                size -= len(self._order)
+                self._order = self._order[:0]
             self._next_part()
-        parts, self._left = self._left, []
-        if left < size:
-            parts.append(self._rows.take(self._order[: size - left]))
-            self._order = self._order[size - left :]
-        return Batch(tree.concat(parts) if len(parts) > 1 else parts[0], size)
+        parts.append(self._rows.take(self._order[:size]))
+        self._order = self._order[size:]
+        rows: dict[str, NestedArray] = tree.concat(parts) if len(parts) > 1 else parts[0]
+        return rows
 
     def wait_reason(self) -> str:
         return "the files are still being read"
@@ -580,13 +627,11 @@ class Dataset(Experience):
 
     def get_state(self, directory: Path | None) -> dict[str, Any]:
         json = {"rng": self.rng.bit_generator.state, "epoch": self.epoch, "at": 0, "part": list(self._part)}
-        left = tree.concat(self._left) if self._left else {}
-        return {"arrays": {"order": self._order, "left": left, "episodes": self._episodes}, "json": json}
+        return {"arrays": {"order": self._order, "episodes": self._episodes}, "json": json}
 
     def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
         arrays, json = state["arrays"], state["json"]
         self._order = np.array(arrays["order"][int(json["at"]) :], np.int64)
-        self._left = [left] if (left := arrays.get("left")) else []
         self.rng.bit_generator.state = json["rng"]
         self.epoch = int(json["epoch"])
         if "part" in json:

@@ -61,7 +61,7 @@ from bray.train.goals import Score, check_stop, reached
 from bray.train.live import ID as LIVE, LiveTraining, live_spec
 from bray.train.local import LocalTraining, seeded
 from bray.train.machine import this_machine
-from bray.train.offline import ID as FILES, FileTraining, data_spec
+from bray.train.offline import ID as FILES, FileTraining, MixedTraining, data_spec
 from bray.train.opponents import load_opponent
 from bray.train.policies import (
     PolicyTrainings,
@@ -186,7 +186,7 @@ class Experiment:
         self._check_plays()
         if self._check_training is not None:
             self._check_training(self.config.to_dict())
-        plays = not self.live and "data" not in self.config.sections
+        plays = not self.live and not self.from_files
         for name, setup in self.policies.items():
             spec_of = partial(self._side_spec, name) if self.is_game else partial(env_spec, setup.config["env"])
             config, choice = settle(setup.algo, setup.config, spec_of, not self.is_game)
@@ -207,18 +207,23 @@ class Experiment:
         c = self.config
         if self.live:
             return live_spec(c["live"], c["env"])
-        return data_spec(c["data"], c["env"]) if "data" in c.sections else self._env_spec
+        return data_spec(c["data"], c["env"]) if self.from_files else self._env_spec
 
     @cached_property
     def _env_spec(self) -> EnvSpec:
         return env_spec(self.config["env"], seating_of(self.config["run"]))
 
     @property
+    def from_files(self) -> bool:
+        """Whether it learns from files alone."""
+        return "data" in self.config.sections and self.config["data"].share is None
+
+    @property
     def is_game(self) -> bool:
         """Whether it plays games of several agents."""
         self._check_plays()
         c = self.config
-        if self.live or "data" in c.sections or not Builder.of(c["env"]).may_have_agents:
+        if self.live or self.from_files or not Builder.of(c["env"]).may_have_agents:
             return False
         return bool(self._env_spec.sides)
 
@@ -244,7 +249,11 @@ class Experiment:
         if self.live:
             return LiveTraining(*parts, c["live"])
         if "data" in c.sections:
-            return FileTraining(*parts, c["data"])
+            return (
+                FileTraining(*parts, c["data"])
+                if self.from_files
+                else MixedTraining(*parts, c["data"], home_of(c["run"]))
+            )
         return LocalTraining(*parts, home=home_of(c["run"]))
 
     @property

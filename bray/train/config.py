@@ -266,6 +266,9 @@ class DataConfig:
     skip_broken: Annotated[bool, Flag()] = False
     """Leave out episodes of files that are damaged or do not fit the spaces, and count them (`data/broken`); else the
     first one ends the run."""
+    share: Annotated[Share | None, Flag("--data-share")] = None
+    """Play in the environment too, and take this share of the rows of every batch from the files; for algorithms that
+    replay single transitions. null = learn from the files alone."""
     memory_mb: Count = 2048
     """Memory for transitions of files, in MB. Where they need more, each epoch reads the files in parts, of episodes
     that are drawn anew."""

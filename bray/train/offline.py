@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from bray.data.episodes import Episodes
@@ -12,14 +13,16 @@ from bray.data.rollouts import Rollouts
 from bray.data.sources import given_spec, guess, open_data
 from bray.envs.build import agent_spec
 from bray.envs.config import EnvConfig
+from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
 from bray.spec import EnvSpec
 from bray.train.config import DataConfig, RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver
-from bray.train.local import make_side
+from bray.train.local import LocalTraining, make_side
 from bray.train.source import FileSource
+from bray.train.workers import Home
 
 logger = logging.getLogger("bray")
 
@@ -82,9 +85,41 @@ class FileTraining(Driver):
         return count
 
 
+class MixedTraining(LocalTraining):
+    """An algorithm that plays and replays, with a share of every batch from files."""
+
+    def __init__(
+        self,
+        algo: Any,
+        run: RunConfig,
+        env: EnvConfig,
+        model: Any,
+        config: Any,
+        data: DataConfig,
+        home: Callable[[], Home] | None = None,
+    ):
+        super().__init__(algo, run, env, model, config, home)
+        try:
+            replay, rewards = self.experience, RewardTransform(env, 1, 1.0)
+            if not isinstance(replay, Replay) or rewards.normalize:
+                raise ConfigError(
+                    f"--data-share {data.share}: rows of files go into batches that are replayed, with their "
+                    f"rewards as they are: use DQN, SAC or the like (not {run.algorithm}), without env.normalize_rewards"
+                )
+            files = open_files(data, env)
+            source = FileSource(files, self.spec.layout, reads_itself=True, rewards=rewards.clipped)
+            assert data.share is not None
+            replay.mix_with(source, data.share, data.memory_mb * 1_000_000, run.seed)
+        except BaseException:
+            self.close()
+            raise
+
+
 def open_files(data: DataConfig, env: EnvConfig) -> Any:
     """The data set of a config. Its spaces are an environment's where one is named, else those of `data.obs` and
     `data.actions`, else those that the files say."""
+    if not data.files:
+        raise ConfigError("data.files is empty: say which files to learn from, --data FILES (data=)")
     spec = agent_spec(env) if env.id != ID else None
     if spec is None and not (data.obs is None and data.actions is None):
         spec = given_spec(data.obs, data.actions)

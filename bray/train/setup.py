@@ -59,8 +59,12 @@ def set_up(
     run = _last(run, given, "run", "algorithm")
     env = _last(env, given, "env", "id")
     live = live or any("live" in source.values for source in given)
-    from_files = any("data" in source.values for source in given)
-    if live and from_files:
+    has_files = any("data" in source.values for source in given)
+    mixes = has_files and any({**s.values, **s.values.get("data", {})}.get("share") is not None for s in given)
+    from_files = has_files and not mixes
+    if mixes and env is None:
+        raise ConfigError("--data-share mixes what is played with files: name what is played, --env ENV (env=)")
+    if live and has_files:
         raise ConfigError("an experiment learns from live games or from files, not from both")
     if env is None and (live or from_files):
         env = LIVE if live else FILES
@@ -83,7 +87,7 @@ def set_up(
     sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
     if live:
         sections["live"] = LiveConfig
-    if from_files:
+    if has_files:
         sections["data"] = DataConfig
     config = _with_checked_stop(resolve(sections, _with_last_stop([*layers, *given]), partial(_of_others, name)))
     _refuse_empty_cluster(config["run"])

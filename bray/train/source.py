@@ -105,7 +105,8 @@ class Source:
 class FileSource(Source):
     """Files of episodes (`bray.data.open_data`), an episode at a time, once. Files hold actions in the environment's
     units; with the `layout` of its action space they become what a learner wants. `reads_itself`: an experience asks
-    for the episodes that it needs (`read`), and none come by themselves."""
+    for the episodes that it needs (`read`), and none come by themselves. `rewards`: what is learnt from instead of
+    those in the files."""
 
     exact = True
 
@@ -114,8 +115,9 @@ class FileSource(Source):
         files: Sequence[Any] | str | Path,
         layout: ActionLayout | None = None,
         reads_itself: bool = False,
+        rewards: Callable[[np.ndarray], np.ndarray] | None = None,
     ):
-        self._layout, self._reads_itself = layout, reads_itself
+        self._layout, self._reads_itself, self._rewards = layout, reads_itself, rewards
         self._reader: Any = open_data(files) if isinstance(files, (str, Path)) else files
         self._at = self._told = 0
         self._returns: dict[int, float] = {}  # by episode
@@ -131,6 +133,8 @@ class FileSource(Source):
         if episode is None:
             return None
         self._returns[i] = float(np.sum(episode["reward"], dtype=np.float64))
+        if self._rewards is not None:
+            episode = {**episode, "reward": self._rewards(episode["reward"])}
         return episode_piece(episode, i, self._layout)
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:

@@ -193,3 +193,69 @@ def test_broken_episodes_end_a_run_or_are_left_out(files, tmp_path):
         list(Experiment(**config, path=tmp_path / "a").train())
     row = list(Experiment(**config, skip_broken=True, path=tmp_path / "b").train())[-1]
     assert (row["data/broken"], row["data/episodes"], row["learner_steps_total"]) == (1, 1, 6)
+
+
+# --- files and play ---------------------------------------------------------------------------------------------------
+
+MIXED = {"env": ENV, "fcnet_hiddens": [8], "batch_size": 16, "learning_starts": 50, "num_workers": 0, "seed": 3}
+
+
+@pytest.mark.parametrize("more", [{}, {"prioritized": True}])
+@pytest.mark.parametrize("share", [0.0, 0.6, 0.33, 0.9])
+def test_batches_have_the_share_of_files_that_was_asked_for(share, more, files, tmp_path):
+    exp = Experiment(run="DQN", data=files, share=share, path=tmp_path / "x", replay_size=500, **MIXED, **more)
+    drawn, learn = [], exp.training.learner.update
+
+    def update(batch, clock):
+        drawn.append(batch["demo"].copy())
+        assert batch["obs"].shape == (16, 4)
+        assert set(batch["id"][batch["demo"] == 1].tolist()) <= {-1}
+        return learn(batch, clock)
+
+    exp.training.learner.update = update
+    rows = list(exp.train(stop={"env_steps_total": 1000}))
+    exp.close()
+    assert len(drawn) > 100
+    assert np.mean(drawn) == pytest.approx(share, abs=0.02)
+    assert all(abs(float(x.mean()) - share) <= 1 / 16 for x in drawn)
+    assert rows[-1]["episodes_total"] > 0  # it has played, too
+
+
+def test_a_mixture_goes_on_exactly(files, tmp_path):
+    words = ["train", "--run", "DQN", "--env", ENV, "--data", str(files), "--data-share", "0.6", "num_workers=0"]
+    words += ["--project", str(tmp_path), *SETTINGS, "learning_starts=50", "replay_size=500"]
+    assert main([*words, "--trial", "whole", "--steps", "2000"]) == 0
+    assert main([*words, "--trial", "half", "--steps", "1000"]) == 0
+    assert main(["train", "--resume", str(tmp_path / "half"), "--stop", '{"env_steps_total": 2000}']) == 0
+    whole, half = (Experiment.load(tmp_path / name) for name in ("whole", "half"))
+    for name, value in whole.training.weights().items():
+        np.testing.assert_array_equal(half.training.weights()[name], value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"env": None}, "name what is played"),
+        ({"run": "PPO"}, r"use DQN, SAC or the like \(not PPO\)"),
+        ({"normalize_rewards": True}, "without env.normalize_rewards"),
+        ({"run": "R2D2", "use_lstm": True}, "this algorithm draws Sequences"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(more, message, files, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        _ = Experiment(
+            **{"run": "DQN", "data": files, "share": 0.5, "env": ENV, "path": tmp_path / "x", **more}
+        ).training
+
+
+def test_a_share_of_no_files_is_refused(tmp_path, capsys):
+    words = ["train", "--run", "DQN", "--env", ENV, "--data-share", "0.5", "--project", str(tmp_path)]
+    assert main(words) == 2
+    assert "data.files is empty: say which files to learn from" in capsys.readouterr().err
+
+
+def test_a_mixture_has_the_preset_of_its_environment(files, tmp_path):
+    given = {"run": "DQN", "env": "CartPole-v1", "data": files, "path": tmp_path / "x"}
+    plain, mixed = (Experiment(**given, **more).config for more in ({}, {"share": 0.5}))
+    assert not plain["run"].stop
+    assert mixed["run"].stop
