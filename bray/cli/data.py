@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bray.cli.options import Data
-from bray.cli.show import facts, log_shown, say
+from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, trusting
 from bray.data.files import Episode, EpisodeWriter
 from bray.data.sources import DataSet, given_spec, guess, open_data, shown
 from bray.data.summary import Coverage, Summary, parse_filter, summarise
@@ -30,6 +30,8 @@ def data(options: Data) -> int:
     found = _open(options.files, spec)
     if options.out is not None:
         return _write(found, options, keeps)
+    if options.evaluate is not None:
+        return _evaluate(found, options)
     for name in ("convert", "filter"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} writes other files: say where with --out DIR")
@@ -47,6 +49,28 @@ def _open(files: list[str], spec: EnvSpec | None) -> DataSet:
     """All that is named, as one data set."""
     sources = [source for pattern in files for source in open_data(pattern, spec).sources]
     return DataSet(sources, spec)
+
+
+def _evaluate(found: DataSet, options: Data) -> int:
+    """A table of estimates."""
+    from bray.experiment import Experiment
+    from bray.experiment.off_policy import estimate
+
+    assert options.evaluate is not None
+    with Experiment.load(options.evaluate, options.checkpoint, trust=trusting(options)) as exp:
+        found = DataSet(found.sources, exp.served.spec, options.skip_broken)
+        gamma = getattr(exp.config["algo"], "gamma", 0.99) if options.gamma is None else options.gamma
+        act, episodes = how_to_act(options), list(found)
+        rows = estimate(exp.served, episodes, gamma, act)
+        title = f"{exp.config['run'].algorithm} on {exp.env_id}, {act}"
+    say(f"{title}: return discounted by {gamma:g}, by {len(episodes):,} episodes of the files", "bold")
+    table = plain_table("estimator", ">value", ">95 % from", ">to")
+    for name, (value, low, high) in rows.items():
+        table.add_row(name, f"{value:.4g}", f"{low:.4g}", f"{high:.4g}")
+    put(table)
+    played = [sum(gamma**t * r for t, r in enumerate(e["reward"].tolist())) for e in episodes]
+    say(f"the episodes themselves: {short(float(np.mean(played)))} on average", "dim")
+    return 0
 
 
 def _show(found: DataSet, summary: Summary) -> None:

@@ -225,9 +225,10 @@ class Collect(Acting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data(Options):
+class Data(Acting):
     """Say what files of episodes hold: returns, ends, coverage of actions, what is broken or there twice. With --out,
-    write them again, filtered, joined or in another form. See docs/data.md."""
+    write them again, filtered, joined or in another form; with --evaluate, estimate a policy by them. See docs/data.md.
+    """
 
     files: Annotated[list[str], Flag(metavar="FILES...", argument=True)]
     """Directories, files or patterns; several are joined."""
@@ -243,6 +244,12 @@ class Data(Options):
     """The form in which they are written [bray]."""
     filter: Annotated[str | None, Flag(metavar="TEXT")] = None
     """Write those alone for which this holds: 'return > 100 and length <= 500'."""
+    evaluate: Annotated[Path | None, Flag(metavar="RUN_DIR")] = None
+    """Estimate what the policy of this run would get, without an environment."""
+    checkpoint: Checkpoint = "latest"
+    """Which checkpoint of it."""
+    gamma: Annotated[Share | None, Flag(metavar="X")] = None
+    """Discount of its return [that of the run]."""
     skip_broken: bool = False
     """Leave out broken episodes instead of stopping at the first."""
 

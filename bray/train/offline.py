@@ -103,8 +103,8 @@ class MixedTraining(LocalTraining):
             replay, rewards = self.experience, RewardTransform(env, 1, 1.0)
             if not isinstance(replay, Replay) or rewards.normalize:
                 raise ConfigError(
-                    f"--data-share {data.share}: rows of files go into batches that are replayed, with their "
-                    f"rewards as they are: use DQN, SAC or the like (not {run.algorithm}), without env.normalize_rewards"
+                    f"--data-share {data.share}: rows of files go into batches that are replayed, with rewards as they "
+                    f"are: use DQN, SAC or the like (not {run.algorithm}), without env.normalize_rewards"
                 )
             files = open_files(data, env)
             source = FileSource(files, self.spec.layout, reads_itself=True, rewards=rewards.clipped)

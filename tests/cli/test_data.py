@@ -160,3 +160,33 @@ def test_written_files_have_their_spaces(tmp_path):
     write_episodes(tmp_path / "episodes", EPISODES)
     RunDir(tmp_path).write_spec(SPEC)
     assert bray.EpisodeReader(tmp_path).spec.action == SPEC.action
+
+
+def test_a_policy_is_estimated_by_files_of_another(run, tmp_path, capsys):
+    """What it would get is what it gets: the return is known, since each sign has one right choice."""
+    other = ["collect", str(run), "--act", "sample", "--episodes", "150", "--out", str(tmp_path / "a")]
+    assert main(other) == 0
+    capsys.readouterr()
+    assert main(["data", str(tmp_path / "a"), "--evaluate", str(run), "--act", "sample", "--gamma", "0.5"]) == 0
+    out = capsys.readouterr().out
+    rows = {line[:28].strip(): [float(x) for x in line[28:].split()] for line in out.splitlines()[2:7]}
+    assert set(rows) == {
+        "importance sampling",
+        "weighted importance sampling",
+        "doubly robust",
+        "weighted doubly robust",
+        "fitted Q",
+    }
+    with Experiment.load(run) as exp:
+        dist = exp.served.engine.forward(np.eye(4, dtype=np.float32))["dist"]
+    p = np.exp(dist) / np.exp(dist).sum(1, keepdims=True)
+    true = p[range(4), [2, 0, 1, 2]].mean() * sum(0.5**t for t in range(8))
+    for value, low, high in rows.values():
+        assert low <= value <= high
+        assert value == pytest.approx(true, abs=0.15)  # four standard errors of the episodes themselves
+
+
+def test_estimates_need_probabilities(run, tmp_path, capsys):
+    assert main(["collect", str(run), "--episodes", "3", "--out", str(tmp_path / "a")]) == 0
+    assert main(["data", str(tmp_path / "a"), "--evaluate", str(run)]) == 2
+    assert "3 of 3 episodes have no column logp" in capsys.readouterr().err
