@@ -26,6 +26,9 @@ TRAIN = "episode_return_mean"
 EVAL = "eval/return_mean"
 EVAL_CI = "eval/return_ci95"
 EVAL_STEPS = "eval/env_steps"
+GRADIENT_STEPS = "learner_steps_total"
+OF_FILES = "data/episodes"
+"""Only in rows of runs that learn from files."""
 _COLORS = ("#2f6fb5", "#d9722e", "#3a9a5b", "#b5403f", "#7a5aa8", "#8a6a4f", "#c46aa5", "#5b6770")
 _SIZE = (8, 4.8)
 _PALE = {"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6}  # behind text among lines
@@ -90,11 +93,16 @@ def mean_and_std(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.nd
     return grid, ys.mean(0), ys.std(0)
 
 
+def from_files(row: Mapping[str, Any]) -> bool:
+    """Whether a run learns from files alone: it takes no steps, and its curve is over gradient steps."""
+    return OF_FILES in row and not row.get("episodes_total")
+
+
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x, mean and half width of the 95 % confidence interval of every evaluation (0 where it is not known). It stands
     at the steps of its weights: one beside the training is known when that has gone on."""
     points = [
-        (r.get(EVAL_STEPS) or r[ENV_STEPS], r[EVAL], r.get(EVAL_CI) or 0.0)
+        (r[GRADIENT_STEPS] if from_files(r) else r.get(EVAL_STEPS) or r[ENV_STEPS], r[EVAL], r.get(EVAL_CI) or 0.0)
         for r in rows
         if isinstance(r.get(ENV_STEPS), (int, float)) and isinstance(r.get(EVAL), (int, float))
     ]
@@ -161,6 +169,8 @@ def plot_learning_curve(axes: Any, run_dirs: PathLike | Sequence[PathLike]) -> N
     dirs = [run_dirs] if isinstance(run_dirs, (str, Path)) else list(run_dirs)
     results = [read_results(d) for d in dirs]
     evaluations = [e for e in map(_evaluations, results) if len(e[0])]
+    if all(rows and from_files(rows[-1]) for rows in results):
+        axes.set_xlabel("gradient steps")
     curves = [_returns(rows) for rows in results]
     if any(len(x) for x, _ in curves) or not evaluations:  # learning from files plays no episodes
         _draw(axes, curves, _COLORS[0], "training", [str(d) for d in dirs])
@@ -344,7 +354,7 @@ def _style(axes: Any, threshold: float | None) -> None:
     if threshold is not None:
         label = f"threshold {threshold:,g}"
         axes.axhline(threshold, color="#444", lw=1.1, ls=(0, (5, 4)), label=label, zorder=1)
-    axes.set_xlabel("environment steps")
+    axes.set_xlabel(axes.get_xlabel() or "environment steps")
     axes.set_ylabel(axes.get_ylabel() or "episode return")
     axes.xaxis.set_major_locator(MaxNLocator(8))
     for axis in (axes.xaxis, axes.yaxis):

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 
 import bray
+from benchmarks.learning import demos
 from benchmarks.learning.equilibria import minus_distance, minus_nash_conv
 from bray import figures
 from bray.config.runfile import preset, settings
@@ -47,7 +48,7 @@ class Case:
     """An id, or `module:Class`."""
     target: float
     limit: int
-    """Env steps within which the target is to be reached."""
+    """Env steps within which the target is to be reached; gradient steps, where it learns from files."""
     eval_freq: int
     """Iterations between two evaluations."""
     seeds: int = 5
@@ -56,9 +57,16 @@ class Case:
     """`end above`: it trains to the limit, and the last evaluation counts. `stay below`: a comparison that shows what
     an option is for; it passes where no evaluation reaches the target."""
     use_preset: bool = True
-    """False: the shipped defaults."""
+    """False: the shipped defaults. From files there is no preset."""
     judge: Callable[[Experiment], float] | None = None
     """What an evaluation's score is, where that is no return."""
+    data: str = ""
+    """The data set of `demos` that it learns from, in place of the environment, which evaluates it."""
+
+    @property
+    def counts(self) -> str:
+        """The key of result rows that `limit` is of."""
+        return figures.GRADIENT_STEPS if self.data else figures.ENV_STEPS
 
 
 TWO_STEP = "bray.envs.agent_games:TwoStep"
@@ -68,6 +76,8 @@ HALF_WAY = -53.8
 ABOVE_RANDOM = -65.0
 """Five standard errors above random play: returns of episodes deviate by 24, and both means are of 100 or more."""
 MANY = {"eval_episodes": 100}
+MANY_EPOCHS = 1_000_000
+"""Of files: what ends it is the limit."""
 TASKS = "benchmarks.learning.tasks:"
 LSTM = {"use_lstm": True, "lstm_cell_size": 64, "fcnet_hiddens": [64]}
 CUE = {"num_envs": 16, "rollout_length": 128, "minibatches": 16}
@@ -190,22 +200,32 @@ CASES = {
     "ppo-taxi": Case("PPO", "Taxi-v4", 7, 500_000, 12, seeds=3),
     "a2c-acrobot": Case("A2C", "Acrobot-v1", -120, 200_000, 10, 8, must="end above"),
     "pqn-acrobot": Case("PQN", "Acrobot-v1", -120, 200_000, 10, 8, must="end above"),
+    "bc-cartpole": Case("BC", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
+    "marwil-cartpole": Case("MARWIL", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
+    "bc-cartpole-replay": Case("BC", "CartPole-v1", 300, 5_000, 10, 3, data="cartpole-replay", must="stay below"),
+    "iql-cartpole-replay": Case("IQL", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay", must="end above"),
+    "cql-cartpole-replay": Case("CQL-Discrete", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay"),
+    "bc-pendulum-mixed": Case("BC", "Pendulum-v1", -300, 5_000, 10, 3, data="pendulum-mixed", must="stay below"),
+    "td3bc-pendulum-mixed": Case("TD3+BC", "Pendulum-v1", -300, 10_000, 20, 3, data="pendulum-mixed"),
+    "iql-pendulum-mixed": Case("IQL", "Pendulum-v1", -300, 10_000, 20, 3, data="pendulum-mixed"),
+    "cql-pendulum-mixed": Case("CQL", "Pendulum-v1", -300, 10_000, 20, 3, data="pendulum-mixed"),
 }
 
 
 def train(case: Case, seed: int, path: Path, seconds: float | None = None) -> dict[str, Any]:
     """One seed, in one thread; what it took to reach the target. It is unfinished where `seconds` were over first."""
     torch.set_num_threads(1)
-    stop = {"env_steps_total": case.limit}
+    stop = {case.counts: case.limit}
     if case.must != "end above":
         stop["eval/return_mean"] = case.target
     exp = Experiment(
         run=case.run,
         env=case.env,
+        data=demos.made(case.data) if case.data else None,
         path=path,
         seed=seed,
         eval_freq=case.eval_freq,
-        config=case.config,
+        config={**case.config, **({"epochs": MANY_EPOCHS} if case.data else {})},
         use_preset=case.use_preset,
         checkpoint_freq=0,
     )
@@ -218,12 +238,12 @@ def train(case: Case, seed: int, path: Path, seconds: float | None = None) -> di
     last = evaluated[-1] if evaluated else {}
     score = last.get("eval/return_mean")
     reached = score is not None and score >= case.target
-    finished = row["env_steps_total"] >= case.limit or (reached and case.must != "end above")
+    finished = row[case.counts] >= case.limit or (reached and case.must != "end above")
     return {
         "seed": seed,
         "passed": finished and reached == (case.must != "stay below"),
         "finished": finished,
-        "env_steps": row["env_steps_total"],
+        "env_steps": row[case.counts],
         "eval_return_mean": score,
         "eval_return_ci95": last.get("eval/return_ci95"),
         "episode_return_mean": row["episode_return_mean"],
@@ -241,6 +261,8 @@ def measure(name: str, seeds: list[int] | None, out: Path, jobs: int = 1, until:
     seeds = list(range(case.seeds)) if seeds is None else seeds
     if until is not None and time.monotonic() >= until:
         return write_record(name, [_not_begun(seed) for seed in seeds], out)
+    if case.data:
+        demos.made(case.data)
     with tempfile.TemporaryDirectory() as runs:
         paths = [Path(runs) / f"seed-{s}" for s in seeds]
         results = []
@@ -274,8 +296,8 @@ def make_record(name: str, case: Case, results: list[dict[str, Any]]) -> dict[st
         "command": f"python -m benchmarks.learning {name}",
         "run": case.run,
         "env": case.env,
-        "preset": case.use_preset and preset(case.run, case.env) is not None,
-        "config": case.config,
+        "preset": case.use_preset and not case.data and preset(case.run, case.env) is not None,
+        "config": case.config | ({"data": case.data} if case.data else {}),
         "target": case.target,
         "must": case.must,
         "within": case.limit,
@@ -299,7 +321,9 @@ def record_curves(runs: dict[int, Path], out: Path) -> None:
             every = max(1, len(rows) // 200)
             for i, row in enumerate(rows):
                 if i % every == 0 or figures.EVAL in row or i == len(rows) - 1:
-                    keys = (figures.ENV_STEPS, figures.TRAIN, figures.EVAL)
+                    keys = [figures.ENV_STEPS, figures.TRAIN, figures.EVAL]
+                    if figures.from_files(row):
+                        keys += [figures.GRADIENT_STEPS, figures.OF_FILES]
                     file.write(json.dumps({"seed": seed, **{k: row[k] for k in keys if k in row}}) + "\n")
 
 
@@ -381,7 +405,8 @@ were tuned on seeds 100-102. PPO on MountainCar (its weight of RND and no entrop
 IMPALA, APPO and Ape-X (two workers each) were tuned on seeds 100-102 and run once on those shown; APPO again, with
 its preset as it was, after its objective had changed. R2D2, PPO on Pendulum and PPO without velocities too, after
 206dc53 had changed how R2D2 draws sequences and when statistics of observations move. DQN on Taxi-v4 was tuned on seeds
-100 and 101.
+100 and 101. Where a row says `data`, it learns from files that `python -m benchmarks.learning.demos` makes, and steps
+are gradient steps.
 
 | case | algorithm, environment | target | within (steps) | passed | last evaluation | steps | seconds |\
  steps, per seed | date, commit |

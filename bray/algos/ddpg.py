@@ -153,12 +153,16 @@ class Learner(base.Learner):
 
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Update, Tensor]:
         """A step of the critics, and the size of the TD errors."""
-        q, q_next = self.values(batch, drawn(self.model, draws))
+        noise = drawn(self.model, draws)
+        q, q_next = self.values(batch, noise)
         td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
-        critic_loss = 0.5 * (batch["weight"] * td_error.square()).mean(-1).sum()
-        grad_norm = self.critic_optimizer.step(critic_loss)
-        numbers = {"critic_loss": critic_loss, "q": q.detach().mean(), "grad_norm": grad_norm}
-        return Update.of(numbers), td_error.detach().abs().mean(0)
+        numbers = self.critic_loss(batch, q, td_error, noise)
+        grad_norm = self.critic_optimizer.step(numbers["critic_loss"])
+        return Update.of(numbers | {"q": q.detach().mean(), "grad_norm": grad_norm}), td_error.detach().abs().mean(0)
+
+    def critic_loss(self, batch: dict[str, Any], q: Tensor, td_error: Tensor, draws: Any) -> dict[str, Tensor]:
+        """What the critics go down, and what else is logged of it."""
+        return {"critic_loss": 0.5 * (batch["weight"] * td_error.square()).mean(-1).sum()}
 
     def values(self, batch: dict[str, Any], draws: Any) -> tuple[Tensor, Tensor]:
         """Values of the actions taken `[n, B]`, and of the next observation `[B]`."""

@@ -184,8 +184,8 @@ class Learner(base.Learner):
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Update, Tensor]:
         """And the size of the errors. The three forwards draw their noise apart (Fortunato et al. 2018)."""
         online, target, choose = (drawn(self.model, [x[i] for x in draws]) for i in range(3))
-        sample_loss, error, q = self.errors(batch, online, target, choose)
-        loss = torch.mean(batch["weight"] * sample_loss)
+        each, error, q = self.errors(batch, online, target, choose)
+        loss = torch.mean(batch["weight"] * each)
         grad_norm = self.optimizer.step(loss)
         if self.config.tau is not None:
             self.target.follow()
@@ -195,12 +195,17 @@ class Learner(base.Learner):
     def errors(self, batch: dict[str, Any], online: Any, target: Any, choose: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Per transition: its loss, the error that its priority comes from, and Q of the action taken. The last three
         are the draws of noise for the three forwards."""
-        q = losses.select(self.model(batch["obs"], *online)["q"], batch["action"])
+        values = self.model(batch["obs"], *online)["q"]
+        q = losses.select(values, batch["action"])
         with torch.no_grad():
             q_target = self.target(batch["next_obs"], *target)["q"]
             q_next = losses.select(q_target, self.best_next(batch, q_target, choose))
         td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
-        return losses.huber(td_error, self.config.huber), td_error, q
+        return self.sample_loss(batch, values, td_error), td_error, q
+
+    def sample_loss(self, batch: dict[str, Any], values: Tensor, td_error: Tensor) -> Tensor:
+        """Of each transition, by the values of all actions of its observation and its TD error."""
+        return losses.huber(td_error, self.config.huber)
 
     def best_next(self, batch: dict[str, Any], q_target: Tensor, choose: Any) -> Tensor:
         """The legal action of the next observation that is best by the online network, or by the target if not

@@ -88,11 +88,13 @@ def candidates(spec: EnvSpec, game: bool = False) -> Iterator[Candidate]:
         algo = get_algo(name)
         if preset(name, spec.id) is None and (refusal(algo, spec) or (game and not _learns_in_games(algo, spec))):
             continue
+        if (kind := learns_from(algo, spec)) == "dataset":
+            continue  # an environment is not enough
         option = next((o for o in EXPLORING if hasattr(algo.Config(), o)), "")
         switch = "" if option and getattr(algo.Config(), option) else EXPLORING.get(option, "")
         has_preset = preset(name, spec.id) is not None
         found = tuple(s for s in scores() if (s["run"], s["env"]) == (name, spec.id) and s["must"] != "stay below")
-        yield Candidate(name, learns_from(algo, spec) in REPLAYED, option, switch, has_preset, found)
+        yield Candidate(name, kind in REPLAYED, option, switch, has_preset, found)
 
 
 def _learns_in_games(algo: Any, spec: EnvSpec) -> bool:

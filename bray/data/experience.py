@@ -532,6 +532,16 @@ class Dataset(Experience):
         self.epoch = 0
         self.seed(0)
 
+    def check_live(self) -> None:
+        self.check_rows(0, 0)
+
+    def check_rows(self, num_envs: int, ready: int) -> None:
+        """Games do not end, so that it would never be complete."""
+        raise ConfigError(
+            "this algorithm learns from files: name them with --data FILES (`bray collect` writes "
+            "some); an environment named beside them is what it is evaluated in"
+        )
+
     def seed(self, seed: int) -> None:
         self.rng = np.random.default_rng([seed, 2])
 

@@ -84,6 +84,12 @@ SUITED = {
     "COMA": "for teams: what each choice is worth beside the others",
     "ATOC": "for teams: agents that talk when it helps",
     "NFSP": "for games against each other: an average policy that is hard to exploit",
+    "BC": "for files: does what demonstrators did",
+    "MARWIL": "for files: does what turned out well for demonstrators",
+    "TD3+BC": "for files: TD3 that stays near what they show",
+    "IQL": "for files: the best of what they show, never other actions",
+    "CQL": "for files: SAC that distrusts actions they do not show",
+    "CQL-Discrete": "for files: DQN that distrusts actions they do not show",
 }
 """What each of our algorithms is for, where nothing was measured."""
 

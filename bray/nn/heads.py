@@ -423,6 +423,11 @@ class ContinuousQ(_Critics):
     def forward(self, obs: Any, action: Tensor, first: int | None = None, learn: bool = False) -> Tensor:
         return self.towers(torch.cat([self.features(obs), action], 1), first, learn).squeeze(2)
 
+    def of_many(self, obs: Any, actions: Tensor) -> Tensor:
+        """Values of S actions at each observation: `actions [S, B, D]` -> `[n, S, B]`."""
+        x = self.features(obs).expand(len(actions), -1, -1)
+        return self.towers(torch.cat([x, actions], 2).flatten(0, 1)).squeeze(2).unflatten(1, actions.shape[:2])
+
 
 def _continuous(spec: EnvSpec) -> int:
     if not spec.layout.continuous:

@@ -141,6 +141,12 @@ def huber(x: Tensor, delta: float | None = 1.0) -> Tensor:
     return F.huber_loss(x, torch.zeros_like(x), reduction="none", delta=delta)
 
 
+def expectile(x: Tensor, tau: float) -> Tensor:
+    """|tau - 1{x < 0}| x^2 (IQL, Kostrikov et al. 2021): its least sum over x = q - v has v at the tau-expectile of q;
+    tau = 0.5 is the mean."""
+    return torch.where(x < 0.0, 1.0 - tau, tau) * x.square()
+
+
 def select(q: Tensor, action: Tensor) -> Tensor:
     """q[b, action[b]]: `[B, N]` and `[B]` -> `[B]`."""
     return q.gather(-1, action.unsqueeze(-1)).squeeze(-1)

@@ -143,8 +143,8 @@ def as_dataset(experience: Experience, algorithm: str, config: Any, epochs: int)
     """What an algorithm learns from, as a Dataset. One of the algorithm's own kind stays as it is."""
     if isinstance(experience, (Rollouts, Sequences, Episodes, Generation)):
         raise ConfigError(
-            f"{algorithm} learns from what its newest policy did, not from files of another one: use DQN or SAC, or "
-            "an algorithm of your own whose experience is a Dataset"
+            f"{algorithm} learns from what its newest policy did, not from files of another one: use BC, MARWIL, IQL, "
+            "CQL or TD3+BC, one that replays (DQN, SAC), or one of your own whose experience is a Dataset"
         )
     if isinstance(experience, Replay):
         return Dataset(experience.batch_size, epochs, config.gamma, getattr(config, "n_step", 1))

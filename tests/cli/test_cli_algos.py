@@ -88,7 +88,7 @@ def test_whoever_does_not_take_a_space_names_those_that_do(kind):
     for name in set(ALGORITHMS) - set(fitting):
         algo = get_algo(name)
         with pytest.raises(
-            ConfigError, match=rf"Game-v0 has .*\. Algorithms that take these spaces: {', '.join(fitting)}$"
+            ConfigError, match=rf"Game-v0 has .*\. Algorithms that take these spaces: {re.escape(', '.join(fitting))}$"
         ):
             make_policy(algo, algo.Config(), spec)
 

@@ -24,10 +24,12 @@ import bray.figures
 from benchmarks.learning.__main__ import CASES
 from bray.act import Clock, Tick
 from bray.algos import ALGORITHMS, a2c, ars, dqn, es, get_algo, pg, ppo, sac
-from bray.cli.algos import action_spaces
+from bray.cli.advise import learns_from
+from bray.cli.algos import PROBE, action_spaces
 from bray.cli.main import main, make_app
 from bray.config import load_yaml, to_plain
 from bray.data.experience import Replay
+from bray.data.files import write_episodes
 from bray.data.ring import ReplayRing
 from bray.envs import EnvConfig, env_spec, make_env
 from bray.errors import ConfigError, DataError, EnvError, UnknownName
@@ -65,6 +67,18 @@ def numbers_of_a_run():
     return re.findall(r"^\| `([\w/]+)` \|", text, re.M)
 
 
+def an_episode(steps=20):
+    """Of CartPole."""
+    ends, rng = np.arange(steps) == steps - 1, np.random.default_rng(0)
+    return {
+        "obs": rng.standard_normal((steps + 1, 4)).astype(np.float32),
+        "action": rng.integers(0, 2, steps),
+        "reward": np.ones(steps, np.float32),
+        "terminated": ends,
+        "truncated": np.zeros(steps, bool),
+    }
+
+
 def a_row_of(name, path):
     """The first result row of a small training, on whichever of three environments the algorithm takes."""
     algo = get_algo(name)
@@ -76,7 +90,10 @@ def a_row_of(name, path):
         env = "bray.envs.agent_games:TwoStep"
     elif "TwoStep" in env:
         config["teams"] = {"team": ["a", "b"]}
-    exp = Experiment(name, env, use_preset=False, path=path, config=config)
+    data = None
+    if learns_from(algo, PROBE) == "dataset":
+        write_episodes((data := path.parent / "data") / "episodes", [an_episode()])
+    exp = Experiment(name, env, data=data, use_preset=False, path=path, config=config)
     (row,) = exp.train(stop={"training_iteration": 1})
     exp.close()
     return row
@@ -88,6 +105,7 @@ def test_documented_metrics_are_those_that_are_logged(name, tmp_path):
     own = re.findall(r"^\| `((?:loss|policy)/\w+)` \|", page(name)[1]["Numbers in a row"], re.M)
     assert own == [k for k in row if k.startswith(("loss/", "policy/"))]
     others = [k for k in numbers_of_a_run() if not k.startswith("replay/") or k in row]  # each replay has its own
+    row = {k: v for k, v in row.items() if not k.startswith("data/")}  # of files: docs/options.md
     if name == "DQN":
         others = numbers_of_a_run()
     row = [k for k in row if not k.startswith(("agent", "eval/agent/"))]  # of games of several: docs/agents.md

@@ -1,0 +1,74 @@
+"""CQL: SAC that holds down the values of actions that the data does not show (Kumar et al. 2020).   B batch, D action
+dimensions, n critics, S samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bray.algos import sac
+from bray.algos.sac import squashed_sample
+from bray.config.declare import Amount, Count, Positive, RateSchedule
+from bray.nn.heads import ContinuousQ
+
+DEFAULTS, Policy, experience, make_model = sac.DEFAULTS, sac.Policy, sac.experience, sac.make_model
+"""As SAC acts and replays."""
+
+
+@dataclass(frozen=True)
+class Config(sac.Config):
+    lr: RateSchedule = 1e-4
+    """Learning rate of the actor; a number or a schedule over env steps."""
+    critic_lr: Positive = 3e-4
+    """Learning rate of the critics."""
+    alpha_lr: Positive = 1e-4
+    """Learning rate of the temperature."""
+    initial_alpha: Positive = 1.0
+    """Temperature at the start: how much one unit of entropy is worth."""
+    cql_alpha: Amount = 2.5
+    """Weight of the conservative term beside half the squared TD error; 0 = SAC."""
+    samples: Count = 10
+    """Actions drawn of each kind: any, the policy's, the policy's at the next observation."""
+    soft_backup: bool = False
+    """Count the entropy of the next observation in its value, as SAC does."""
+
+
+class Learner(sac.Learner):
+    """SAC's, with the conservative term in the critics' loss."""
+
+    config: Config
+    critic: ContinuousQ
+
+    def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
+        size = (self.config.samples, len(batch["reward"]), self.layout.size)
+        drawn = {"any": 2.0 * self.rng.random(size, np.float32) - 1.0}
+        return super().columns(batch) | drawn | {"samples": self.rng.standard_normal((2, *size), np.float32)}
+
+    def values(self, batch: dict[str, Any], draws: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            dist = self.model(batch["next_obs"], *draws)["dist"]
+            next_action, next_logp = squashed_sample(dist, batch["next_noise"])
+            q_next = self.target(batch["next_obs"], next_action).amin(0)
+            if self.config.soft_backup:
+                q_next = q_next - self.log_alpha.exp() * next_logp
+        return self.critic(batch["obs"], batch["action"]), q_next
+
+    def critic_loss(self, batch: dict[str, Any], q: Tensor, td_error: Tensor, draws: Any) -> dict[str, Tensor]:
+        """cql_alpha E[log sum_a exp Q(s, a) - Q(s, a of the data)] beside the TD errors. The sum is taken by importance
+        sampling: each drawn action counts exp Q over its density."""
+        numbers = super().critic_loss(batch, q, td_error, draws)
+        actions, logps = [batch["any"]], [torch.full_like(batch["any"][..., 0], -self.layout.size * math.log(2.0))]
+        with torch.no_grad():
+            for obs, noise in zip((batch["obs"], batch["next_obs"]), batch["samples"], strict=True):
+                action, logp = squashed_sample(self.model(obs, *draws)["dist"], noise)
+                actions.append(action)
+                logps.append(logp)
+        values = self.critic.of_many(batch["obs"], torch.cat(actions))  # [n, 3 S, B]
+        worth = (values - torch.cat(logps)).logsumexp(1) - math.log(values.shape[1])
+        gap = (batch["weight"] * (worth - q)).mean(-1).sum()
+        return {"critic_loss": numbers["critic_loss"] + self.config.cql_alpha * gap, "gap": gap}

@@ -1,0 +1,72 @@
+"""MARWIL: cloning what turned out better than expected more than what did not (Wang et al. 2018).   B batch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bray.algos import bc, rows
+from bray.algos.base import Update
+from bray.config.declare import Amount, Positive, Share
+from bray.data.experience import Dataset
+from bray.nn.catalog import ModelConfig
+from bray.rl import losses
+from bray.spec import EnvSpec
+
+make_model, Policy = bc.make_model, bc.Policy
+"""As BC acts, and a value that is learnt."""
+_WHOLE = sys.maxsize
+"""Steps of a return: to the end of the episode."""
+
+
+@dataclass(frozen=True)
+class Config(bc.Config):
+    beta: Amount = 1.0
+    """How much a good outcome counts: a row has weight exp(beta A / c), A = R - V; 0 = BC with a value."""
+    gamma: Share = 0.99
+    """Discount per step."""
+    value_coef: Amount = 1.0
+    """Weight of the value loss."""
+    norm_rate: Share = 0.01
+    """c is the root of the mean square of A, a running one that moves so far with each batch."""
+    max_weight: Positive = 20.0
+    """A row weighs at most so much."""
+
+
+def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Dataset:
+    return Dataset(config.batch_size, gamma=config.gamma, n_step=_WHOLE)
+
+
+class Learner(bc.Learner):
+    """In the trainer: rows with their returns in, better weights out."""
+
+    config: Config
+
+    def build(self) -> dict[str, Any]:
+        self.squares = torch.zeros(2, device=self.device)  # sum of A^2, and of its weights
+        return super().build() | {"squares": self.squares}
+
+    def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return super().columns(batch) | {k: batch[k] for k in ("reward", "discount", "next_obs")}
+
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Update:
+        """L = -exp(beta A / c) log pi(a) + value_coef (R - V)^2 / 2 - entropy_coef S."""
+        c = self.config
+        new = rows.actor_critic(self.model, batch, draws)
+        logp, entropy = self.log_prob_entropy(new["dist"], batch)
+        with torch.no_grad():  # the end of an episode that was cut, or one that counts 0
+            cut = rows.actor_critic(self.model, {"obs": batch["next_obs"]}, draws, ("value",))["value"]
+        error = losses.td_error(new["value"], batch["reward"], batch["discount"], cut)
+        advantage = -error.detach()
+        self.squares.lerp_(torch.stack([advantage.square().mean(), torch.ones_like(advantage[0])]), c.norm_rate)
+        norm = (self.squares[0] / self.squares[1]).sqrt() + 1e-8
+        weight = (c.beta * advantage / norm).exp().clamp(max=c.max_weight)
+        policy_loss, value_loss = -(weight * logp).mean(), 0.5 * error.square().mean()
+        loss = policy_loss + c.value_coef * value_loss - c.entropy_coef * entropy.mean()
+        grad_norm = self.optimizer.step(loss)
+        numbers = {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy.mean()}
+        return Update.of(numbers | {"weight": weight.mean(), "grad_norm": grad_norm})
