@@ -93,7 +93,13 @@ def candidates(spec: EnvSpec, game: bool = False) -> Iterator[Candidate]:
         option = next((o for o in EXPLORING if hasattr(algo.Config(), o)), "")
         switch = "" if option and getattr(algo.Config(), option) else EXPLORING.get(option, "")
         has_preset = preset(name, spec.id) is not None
-        found = tuple(s for s in scores() if (s["run"], s["env"]) == (name, spec.id) and s["must"] != "stay below")
+        found = tuple(
+            s
+            for s in scores()
+            if (s["run"], s["env"]) == (name, spec.id)
+            and s["must"] != "stay below"
+            and "data" not in s.get("config", {})
+        )
         yield Candidate(name, kind in REPLAYED, option, switch, has_preset, found)
 
 
