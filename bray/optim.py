@@ -67,8 +67,7 @@ class Optimizer:
         self.v = torch.zeros_like(self.flat) if kind != "sgd" else torch.zeros(0)
         self.average: Callable[[Tensor], Tensor | None] | None = None
         """Where several ranks train together: the mean of their gradients; None where a rank has ended its update, so
-        that there is none.
-        It talks to other processes, so a step with it cannot be recorded."""
+        that there is none."""
 
         self.extra: Callable[[], Tensor] | None = None
         """What is added to every loss, while it is set."""

@@ -76,7 +76,8 @@ class Learner(rows.Learner):
 
     def advantages(self, data: Piece) -> dict[str, Any]:
         c = self.config
-        return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, c.normalize_advantage)
+        standardize = c.normalize_advantage
+        return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, standardize, self.over_ranks)
 
     def update(self, batch: Any, clock: Clock) -> Update:
         self.optimizer.set_lr(self.lr(clock.env_steps))

@@ -85,7 +85,7 @@ class Learner(ppo.Learner):
         clips = c.rho_clip, c.c_clip, None  # advantages are standardised before they are weighed
         target, advantage = returns.vtrace(value, data.reward, *flags, ratio, c.gamma, c.lambda_, *clips)
         if c.normalize_advantage:
-            advantage = returns.standardize(advantage, data.valid)
+            advantage = returns.standardize(advantage, data.valid, self.over_ranks)
         weighed = advantage * np.minimum(ratio, np.float32(c.rho_clip))
         learnt = rows.learning_rows(data, self.layout, logp, value[:-1], weighed, target)
         if data.state is None:  # they are on the device already

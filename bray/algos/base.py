@@ -17,6 +17,7 @@ from bray import tree
 from bray.act import Clock, standard_normals
 from bray.algos.terms import Terms
 from bray.capture import Record, capture
+from bray.capture.over_ranks import by_itself
 from bray.capture.transfer import to_device
 from bray.errors import ConfigError
 from bray.schedules import make_schedule
@@ -86,6 +87,13 @@ def to_torch(batch: Any, device: torch.device) -> Any:
 class Learner:
     """In the trainer: batches in, better weights out. What every Learner has: device, learning rate, random state,
     steps, saved state."""
+
+    over_ranks: Callable[[Any], Any] = staticmethod(by_itself)
+    """The mean of a tensor or a number over the ranks that train together. Optimizers take that of gradients: whatever
+    else the rows of a batch have in common (the sum of their weights, the mean of their advantages) goes through it."""
+    same_steps = True
+    """Whether the ranks of an update take equally many gradient steps. Where they may not each is announced first, and
+    none is recorded."""
 
     def __init__(
         self, config: Any, spec: EnvSpec, model: nn.Module, model_config: Any, seed: int = 0, record: Record = True

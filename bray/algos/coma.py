@@ -124,7 +124,7 @@ class Learner(base.Learner):
         logits = self.logits(batch)
         action = self.with_next(batch["action"], logits[-1].detach(), batch["noise"])
         target = self.targets(batch, action)
-        share = batch["weight"] / batch["weight"].sum().clamp(min=1.0)
+        share = batch["weight"] / self.over_ranks(batch["weight"].sum()).clamp(min=1.0)
         seen = tree.map(lambda x: x[:-1], batch["obs"])
         for _ in range(self.config.critic_updates):
             error = losses.select(self.values(self.critic, seen, action[:-1]), action[:-1]) - target

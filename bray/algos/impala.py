@@ -105,7 +105,7 @@ class Learner(base.Learner):
             "terminated": data.terminated,
             "truncated": data.truncated,
             "valid": data.valid,
-            "weight": weight / max(1.0, float(weight.sum())),
+            "weight": weight / max(1.0, self.over_ranks(float(weight.sum()))),
             **rows.masks(data, self.layout),
             **rows.memory(data),
         }

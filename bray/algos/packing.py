@@ -3,6 +3,7 @@ numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bray import tree
+from bray.capture.over_ranks import by_itself
 
 FLOATS = ("logp", "value", "advantage", "target", "weight")
 
@@ -20,13 +22,14 @@ def piece_size(rows: int, pieces: int) -> int:
     return max(1, rows // pieces)
 
 
-def pack(batch: dict[str, Any], minibatches: int = 1) -> dict[str, Any]:
+def pack(batch: dict[str, Any], minibatches: int = 1, over_ranks: Callable[[Any], Any] = by_itself) -> dict[str, Any]:
     """FLOATS as one array `[5, ...]`, where the batch has them. Weights are scaled so that those of one of
-    `minibatches` of `piece_size` sum to one: a weighted mean is then a dot product."""
+    `minibatches` of `piece_size` sum to one (of several ranks: in the mean of them): a weighted mean is then a dot
+    product."""
     if not batch.keys() >= set(FLOATS):
         return batch
     rows = batch["weight"].shape[-1]
-    scale = rows / piece_size(rows, minibatches) / max(1.0, float(batch["weight"].sum()))
+    scale = rows / piece_size(rows, minibatches) / max(1.0, over_ranks(float(batch["weight"].sum())))
     stack: Any = torch.stack if isinstance(batch["weight"], Tensor) else np.stack
     floats = stack([batch[k] for k in FLOATS[:-1]] + [batch["weight"] * np.float32(scale)])
     return {k: v for k, v in batch.items() if k not in FLOATS} | {"floats": floats}

@@ -73,4 +73,5 @@ class Learner(a2c.Learner):
         c = self.config
         if not c.baseline:
             data = replace(data, outputs={"value": np.zeros_like(data.outputs["value"])})
-        return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, c.normalize_advantage)
+        standardize = c.normalize_advantage
+        return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, standardize, self.over_ranks)

@@ -163,7 +163,7 @@ class Learner(rows.Learner):
                     one_pass = self.bind(self.advantage_rows(self.with_new_values(piece)))
                 last = one_pass()
                 steps += last
-                if c.target_kl is not None and last[-1].metrics["kl"] > c.target_kl:
+                if c.target_kl is not None and self.over_ranks(last[-1].metrics["kl"]) > c.target_kl:
                     break
         if self.magnet:
             self.magnet.follow()
@@ -218,7 +218,8 @@ class Learner(rows.Learner):
         c = self.config
         if c.normalize_value:
             data = replace(data, outputs={"value": self.returns.restore(data.outputs["value"])})
-        return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, c.normalize_advantage)
+        standardize = c.normalize_advantage
+        return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, standardize, self.over_ranks)
 
     def in_new_units(self, batch: dict[str, Any]) -> dict[str, Any]:
         """`normalize_value`: the statistics of returns move, and the old values with them, as the network's own do:
@@ -247,7 +248,7 @@ class Learner(rows.Learner):
         c = self.config
         if not c.kl_coef:
             return {}
-        before, kl = float(self.kl_coef), Update.mean(last).metrics["kl"]
+        before, kl = float(self.kl_coef), self.over_ranks(Update.mean(last).metrics["kl"])
         if kl > 1.5 * c.kl_aim:
             self.kl_coef *= 2.0
         elif kl < c.kl_aim / 1.5:

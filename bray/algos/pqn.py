@@ -107,7 +107,7 @@ class Learner(rows.Learner):
         return Update.mean([step for _ in range(self.config.epochs) for step in one_pass()])
 
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Update:
-        weight = batch["weight"] / batch["weight"].sum().clamp(min=1.0)
+        weight = batch["weight"] / self.over_ranks(batch["weight"].sum()).clamp(min=1.0)
         q = losses.select(self.model(batch["obs"], *drawn(self.model, draws))["q"], batch["action"])
         error = q - batch["target"]
         loss = torch.dot(weight, 0.5 * error.square())

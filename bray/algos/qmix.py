@@ -200,7 +200,7 @@ class Learner(base.Learner):
         q, q_next = self.team_values(batch)
         error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
         weight = batch["valid" if "first" in batch else "weight"]
-        share = weight / weight.sum().clamp(min=1.0)
+        share = weight / self.over_ranks(weight.sum()).clamp(min=1.0)
         loss = (share * losses.huber(error, self.config.huber)).sum()
         grad_norm = self.optimizer.step(loss)
         if self.config.tau is not None:

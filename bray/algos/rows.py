@@ -20,6 +20,7 @@ from bray import tree
 from bray.algos import base
 from bray.algos.base import Update, drawn, to_torch
 from bray.algos.packing import pack, piece_size, take, unpack
+from bray.capture.over_ranks import by_itself
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.nn.normalize import update_normalizers
@@ -36,14 +37,16 @@ class Learner(base.Learner):
 
     def step_on(self, batch: dict[str, Any]) -> Update:
         """One gradient step on all rows."""
-        update: Update = self._step(to_torch(pack(batch), self.device), *(x[0] for x in self.draw()))
+        update: Update = self._step(
+            to_torch(pack(batch, 1, self.over_ranks), self.device), *(x[0] for x in self.draw())
+        )
         self.steps += 1
         return update
 
     def passes_over(self, batch: dict[str, Any]) -> Callable[[], list[Update]]:
         """A function that goes once over the rows in a new order: a gradient step for each of the `minibatches`."""
         pieces = self.config.minibatches
-        step = self._step.bind(to_torch(pack(batch, pieces), self.device))
+        step = self._step.bind(to_torch(pack(batch, pieces, self.over_ranks), self.device))
 
         def one_pass() -> list[Update]:
             updates = []
@@ -90,7 +93,12 @@ def sequence_length(steps: int, max_seq_len: int | None) -> int:
 
 
 def advantage_rows(
-    piece: Piece, layout: ActionLayout, gamma: float, lambda_: float, standardize: bool
+    piece: Piece,
+    layout: ActionLayout,
+    gamma: float,
+    lambda_: float,
+    standardize: bool,
+    over_ranks: Callable[[Any], Any] = by_itself,
 ) -> dict[str, Any]:
     """Rows `[N, ...]` with GAE's advantage and its value target; sequences `[L, S, ...]` with their first state where
     the Model has a memory."""
@@ -98,7 +106,7 @@ def advantage_rows(
     advantage = advantages(piece, gamma, lambda_)
     target = advantage + value[:-1]
     if standardize:
-        advantage = returns.standardize(advantage, piece.valid)
+        advantage = returns.standardize(advantage, piece.valid, over_ranks)
     return learning_rows(piece, layout, piece.extras["logp"], value[:-1], advantage, target)
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from bray.capture.check import Subject, other_values
+from bray.capture.over_ranks import alone
 from bray.capture.python_state import PythonState
 from bray.capture.replay import Replay, compiled, replayed
 from bray.capture.simplify import simplify
@@ -188,7 +189,8 @@ class Program:
             return
         state = PythonState(self._subject.fn)
         try:
-            self._subject.compare(self._replay, [flat])
+            with alone():
+                self._subject.compare(self._replay, [flat])
             _refuse_changes(state)
         except NotRecordable as e:  # but an error of the function itself is for the caller: these inputs are wrong
             state.restore()
@@ -222,7 +224,7 @@ def record(
     subject = Subject(fn, structure)
     before = PythonState(fn)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), alone():
             warnings.simplefilter("ignore")
             tape = _recorded(subject, flat)
             if before.changed():

@@ -82,7 +82,7 @@ def _prefers_openblas(tape: Tape) -> bool:
 
 
 def _torch_name(op: Op) -> str:
-    return f"torch.ops.aten.{op.func.name().removeprefix('aten::').split('.')[0]}"
+    return f"torch.ops.{op.func.name().split('.')[0].replace('::', '.')}"
 
 
 def source(tape: Tape, name: Callable[[Op], str]) -> str:

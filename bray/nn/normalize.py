@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +30,9 @@ class RunningNorm(nn.Module):
     count: Tensor
     shift: Tensor
     scale: Tensor
+
+    over_ranks: Callable[[Tensor], Tensor] | None = None
+    """The mean over the ranks that train together, where there are several: each takes in the rows of all."""
 
     def __init__(self, shape: tuple[int, ...], clip: float = 10.0, eps: float = 1e-8):
         super().__init__()
@@ -68,7 +72,17 @@ class RunningNorm(nn.Module):
         share = w / total.clamp(min=1e-300)  # all rows dead: merge() adds nothing
         mean = share @ flat
         var = share @ (flat - mean).square_()
+        if self.over_ranks is not None:
+            total, mean, var = self._of_all(total, mean, var)
         self.merge(mean.reshape(self.shape), var.reshape(self.shape), total)
+
+    def _of_all(self, count: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the rows of all ranks. (The count is the mean of theirs: all counts here are.)"""
+        assert self.over_ranks is not None
+        n, sums = self.over_ranks(torch.cat([count.reshape(1), count * mean])).tensor_split([1])
+        middle = sums / n.clamp(min=1e-300)
+        spread = self.over_ranks(count * (var + (mean - middle).square())) / n.clamp(min=1e-300)
+        return n[0], middle, spread
 
     def standardize(self, x: Any) -> Any:
         """`(x - mean) / sqrt(var + eps)`, unclipped, for numbers beside a network: an array, or a tensor where the

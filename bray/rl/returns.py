@@ -8,11 +8,13 @@ Arrays may be numpy's or torch's; the results are of that kind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from bray.capture.over_ranks import by_itself
 from bray.compiled import compiled
 
 Array = Any
@@ -177,18 +179,20 @@ def upgo_returns(
     return lambda_returns(value, reward, terminated, truncated, valid, gamma, lambda_)
 
 
-def standardize(x: Array, valid: Array, eps: float = 1e-8) -> Array:
-    """x with mean 0 and standard deviation 1 over the valid rows; 0 where there are none, or where all are equal but
-    for rounding."""
+def standardize(x: Array, valid: Array, over_ranks: Callable[[Any], Any] = by_itself, eps: float = 1e-8) -> Array:
+    """x with mean 0 and standard deviation 1 over the valid rows, of all ranks together; 0 where there are none, or
+    where all are equal but for rounding."""
     if isinstance(x, torch.Tensor):
         weight, wide = valid.double(), x.double()
-        count = weight.sum().clamp(min=1.0)
-        middle = (wide * weight).sum() / count
-        spread = ((wide - middle).square() * weight).sum().div(count).sqrt()
+        count = over_ranks(weight.sum()).clamp(min=1e-9)
+        middle = over_ranks((wide * weight).sum()) / count
+        spread = over_ranks(((wide - middle).square() * weight).sum()).div(count).sqrt()
         equal = spread <= _EQUAL * middle.abs()
         return torch.where(equal, 0.0, (wide - middle) / (spread + eps)).float()
     rows = x[valid].astype(np.float64)
-    mean, deviation = (rows.mean(), rows.std()) if rows.size else (0.0, 0.0)
+    count = max(1e-9, over_ranks(float(rows.size)))
+    mean = over_ranks(rows.sum()) / count
+    deviation = np.sqrt(over_ranks(np.square(rows - mean).sum()) / count)
     if deviation <= _EQUAL * abs(mean):
         return np.zeros(x.shape, np.float32)
     return ((x - mean) / (deviation + eps)).astype(np.float32)

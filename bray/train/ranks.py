@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bray.capture.over_ranks import mean_over_ranks, talk_by
 from bray.errors import ConfigError, Unreachable
+from bray.nn.normalize import RunningNorm
+from bray.optim import Optimizer
 
 
 class RankLost(Unreachable):
@@ -95,7 +98,7 @@ class Ranks:
     def mean(self, flat: Tensor) -> Tensor:
         """The mean over all ranks of an array, which is overwritten."""
         if self.size > 1:
-            self._run(lambda: dist.all_reduce(flat))
+            self._run(lambda: dist.all_reduce(flat, group=None if flat.is_cuda else self._control))
             flat /= self.size
         return flat
 
@@ -153,14 +156,12 @@ class DistributedLearner:
     """Makes an algorithm's Learner train on several ranks: its Optimizers average their gradients between backward and
     step.
 
-    The ranks of an update may want different numbers of gradient steps (PPO's `target_kl` looks at the rank's own
-    rows): all make as many as the one that wants the fewest. Each is announced, so that nobody waits for a gradient
-    that does not come.
+    A Learner of ours takes the same steps on all of them (`same_steps`), and they are recorded. With another one the
+    ranks may want different numbers of steps: all make as many as the one that wants the fewest. Each is announced, so
+    that nobody waits for a gradient that does not come.
     """
 
     def __init__(self, learner: Any, ranks: Ranks):
-        from bray.optim import Optimizer
-
         self.learner, self.ranks = learner, ranks
         self._over = False
         self.differ = False
@@ -168,22 +169,29 @@ class DistributedLearner:
         self._buffers: list[Tensor] = []
         if ranks.size == 1:
             return
+        self._announces = not getattr(learner, "same_steps", False)
+        if hasattr(learner, "over_ranks"):
+            talk_by(ranks.mean)
+            learner.over_ranks = mean_over_ranks
         held = (*vars(learner).values(), *getattr(learner, "_parts", {}).values())
         for part in {id(part): part for part in held}.values():
             if isinstance(part, Optimizer):
-                part.average = self._average
+                part.average = self._average if self._announces else mean_over_ranks
             elif isinstance(part, torch.optim.Optimizer):
                 part.register_step_pre_hook(self._average_torch)
             module = getattr(part, "module", part)
             if isinstance(module, nn.Module):
                 self._buffers += module.buffers()
+                for norm in module.modules() if hasattr(learner, "over_ranks") else ():
+                    if isinstance(norm, RunningNorm):
+                        norm.over_ranks = mean_over_ranks
 
     def update(self, batch: Any, clock: Any) -> Any:
         if self.ranks.size == 1:
             return self.learner.update(batch, clock)
         self._over = self.differ = False
         out = self.learner.update(batch, clock)
-        if not self._over:
+        if self._announces and not self._over:
             self.differ = self.ranks.all_reduce_sum(0)[0] > 0
         if self.differ:
             self.learner.steps = int(self.ranks.all_reduce_min(self.learner.steps))

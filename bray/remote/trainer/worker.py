@@ -126,8 +126,9 @@ def assemble(
             eval_feed = Feed({"eval": eval_buffer}, None, s.batch_size, s.batch_kind, learner.handle_batch, 0)
         return RankDriver(plan.name, side, [], remote_model, s, eval_feed=eval_feed, ranks=ranks, feeds=[feed], **place)
     setup, cls = _algorithm(plan, cls)
-    # A recording cannot hold the conversation between ranks.
-    run = replace(setup.resolved["run"], seed=plan.seed + 10_007 * ranks.rank, record=ranks.size == 1)
+    # A CUDA graph cannot hold the conversation between ranks.
+    record = setup.resolved["run"].record if ranks.size == 1 or not next(model.parameters()).is_cuda else False
+    run = replace(setup.resolved["run"], seed=plan.seed + 10_007 * ranks.rank, record=record)
     side = make_side(setup.algo, run, setup.spec, setup.model_config, setup.config, model, cls)
     fit_experience(setup, side.experience, buffers.values(), s.batch_size)
     feed = Feed(buffers, s.buffer_weights, 1, "concate", None, s.prefetch_size, 0, ranks.rank)
