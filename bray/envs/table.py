@@ -280,7 +280,7 @@ class TableEnv(gym.Env):
                 its_end = terminateds.get(agent) or (terminated and not ended(agent, terminateds, truncateds))
                 side.flags[i] |= TERMINATED if its_end else TRUNCATED
         if ends or was_ended:
-            self._ended = (was_ended | ends).difference(agent for agent, _, _ in self._acting)
+            self._ended = (was_ended | ends) - {agent for agent, _, _ in self._acting}
         return self._seen, total, terminated, over and not terminated, {}
 
     def _show(self, observations: Mapping[str, Any], ends: Set[str]) -> None:

@@ -128,7 +128,8 @@ def _discounts(reward: np.ndarray, gamma: float) -> np.ndarray:
 
 def _share(x: np.ndarray, of: np.ndarray) -> np.ndarray:
     """x / of, and 0 where all of it is 0: no episode did what the policy would have done."""
-    return np.divide(x, of, out=np.zeros_like(x), where=of > 0)
+    share: np.ndarray = np.divide(x, of, out=np.zeros_like(x), where=of > 0)
+    return share
 
 
 def _mean(each: np.ndarray, rng: np.random.Generator) -> Estimate:
