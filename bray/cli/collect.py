@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from bray.act import GREEDY
 from bray.cli.data import write_as
 from bray.cli.options import Collect
 from bray.cli.show import facts, how_to_act, log_shown, say, terminal, trusting
-from bray.data.files import Episode, to_pickle
+from bray.data.files import Episode, EpisodeWriter, to_pickle
+from bray.data.piece import DEFAULT
 from bray.envs.make import make_vec
 from bray.envs.vector import VecEnv
 from bray.errors import CheckpointError, ConfigError
@@ -22,8 +24,10 @@ from bray.experiment import Experiment
 from bray.metrics import short
 from bray.rundir import RunDir
 from bray.spec import Space
+from bray.train.callbacks import CallbackList, Callbacks
 from bray.train.evaluate import EVAL_SEED, eval_config, trained
 from bray.train.rollout import Step
+from bray.train.table import Match
 
 
 class _Noisy:
@@ -77,11 +81,6 @@ def episodes(
     the action, where actions are drawn and it is known.
 
     With `steps` it is exactly that many in one environment instead; an episode that is cut by that is truncated."""
-    if exp.is_game:
-        raise ConfigError(
-            f"{exp.env_id} is a game of several agents, and files hold episodes of one: env.teams joins all agents "
-            "into one, whose episodes can be collected"
-        )
     served = exp.served
     if steps is not None:
         count, num_envs = steps, 1  # no episode is shorter than a step
@@ -120,6 +119,63 @@ def episodes(
                 return
 
 
+class AgentEpisodes(Callbacks):
+    """Of each game that counts, the decisions of an agent from its first one to its end, with the rewards between them
+    summed, as training has them. `write(policy, episode)` is called with each, which has two columns more: the number
+    of the `agent` and of the `game`."""
+
+    def __init__(self, share: Sequence[int], agents: Sequence[str], write: Callable[[str, Episode], None]):
+        """share: how many games of each environment count"""
+        self._left, self._numbers, self._write = list(share), {a: i for i, a in enumerate(agents)}, write
+
+    def on_episode_start(self, episode: Any) -> None:
+        episode.user_data["seen"], episode.user_data["rows"] = episode.obs, {}
+
+    def on_episode_step(self, episode: Any) -> None:
+        if not self._left[episode.env_index]:
+            return
+        seen, rows = episode.user_data["seen"], episode.user_data["rows"]
+        for agent, action in episode.action.items():
+            row = {"obs": seen[agent], "action": action, "reward": 0.0, "terminated": False, "truncated": False}
+            rows.setdefault(agent, []).append(row | {"agent": self._numbers[agent], "game": episode.id})
+        for agent in rows:
+            rows[agent][-1]["reward"] += episode.reward[agent]
+        seen.update(episode.obs)
+        for agent, terminated in episode.ended.items():
+            mine = rows.pop(agent)
+            mine[-1]["terminated" if terminated else "truncated"] = True
+            whole = _episode([tree.map(np.array, row) for row in mine], tree.map(np.array, seen[agent]))
+            self._write(episode.policies[agent], whole | {"reward": whole["reward"].astype(np.float32)})
+
+    def on_episode_end(self, episode: Any) -> None:
+        self._left[episode.env_index] -= self._left[episode.env_index] > 0
+
+
+def collect_games(
+    exp: Experiment, games: int, out: Path, per_file: int, seed: int, act: str = GREEDY
+) -> tuple[list[Match], list[Path], int]:
+    """Play games, each environment its share of them; files of each policy, in a folder of its own where there are
+    several. Also the games, and how many decisions were written."""
+    spec, steps = exp.spec_of(), 0
+    folders = {name: out if name == DEFAULT else out / name for name in spec.sides}
+    envs = min(games, 16)
+    share = [games // envs + (b < games % envs) for b in range(envs)]
+    with ExitStack() as stack:
+        writers = {n: stack.enter_context(EpisodeWriter(f / "episodes", per_file)) for n, f in folders.items()}
+
+        def write(policy: str, episode: Episode) -> None:
+            nonlocal steps
+            steps += len(episode["reward"])
+            writers[policy].write(episode)
+
+        watch = CallbackList([AgentEpisodes(share, spec.agents, write)])
+        matches = exp.play_games(games, seed, act, envs, callbacks=watch)
+    for name, folder in folders.items():  # so that `bray train --data` needs no environment
+        folder.mkdir(parents=True, exist_ok=True)
+        RunDir(folder).write_spec(spec.sides[name].spec)
+    return matches, [path for writer in writers.values() for path in writer.paths], steps
+
+
 def _episode(rows: list[dict[str, Any]], final: Any) -> Episode:
     out: Episode = {k: tree.stack([r[k] for r in rows]) for k in rows[0] if k != "obs"}
     return {"obs": tree.stack([*(r["obs"] for r in rows), final]), **out}
@@ -138,6 +194,18 @@ def collect(options: Collect) -> int:
     out = options.out or RunDir(options.path).folder("trajectories")
     returns: list[float] = []
     done = 0
+    if exp.is_game:
+        if steps is not None or options.format != "bray" or options.noise:
+            raise ConfigError(
+                f"{exp.env_id} is a game of several agents: it is played to its end (--episodes), without --noise, and "
+                "its files are Bray's (--format bray)"
+            )
+        matches, paths, done = collect_games(exp, count, out, options.per_file, seed, act)
+        exp.close()
+        say(f"{exp.algorithms} on {exp.env_id}: {len(matches):,} games, {done:,} decisions", "bold")
+        said = [(a, short(float(np.mean([m.returns[a] for m in matches])))) for a in matches[0].returns]
+        facts([("return", ", ".join(f"{agent} {mean}" for agent, mean in said)), *[("file", p) for p in paths]])
+        return 0
 
     def played() -> Iterator[Episode]:
         nonlocal done

@@ -251,7 +251,7 @@ class TableEnv(gym.Env):
     def step(self, actions: Any) -> Any:
         chosen = {p: side.split(actions[p]) for p, side in self._sides.items()}
         given = {agent: chosen[side][i] for agent, side, i in self._acting}
-        obs, rewards, terminateds, truncateds, _ = self.env.step(given)
+        obs, rewards, terminateds, truncateds, infos = self.env.step(given)
         self._tick[()] += 1
         over, ends = game_over(terminateds, truncateds, type(self.env).__name__), NOBODY_ENDS
         if any(terminateds.values()) or any(truncateds.values()):
@@ -281,7 +281,7 @@ class TableEnv(gym.Env):
                 side.flags[i] |= TERMINATED if its_end else TRUNCATED
         if ends or was_ended:
             self._ended = (was_ended | ends) - {agent for agent, _, _ in self._acting}
-        return self._seen, total, terminated, over and not terminated, {}
+        return self._seen, total, terminated, over and not terminated, infos if any(infos.values()) else {}
 
     def _show(self, observations: Mapping[str, Any], ends: Set[str]) -> None:
         """Write what seats see now; who has not ended decides next."""

@@ -659,15 +659,16 @@ class Experiment:
         num_envs: int | None = None,
         on_step: Any = None,
         most_steps: int | None = None,
+        callbacks: CallbackList | None = None,
     ) -> list[Match]:
         """Whole games of several agents with this run's policies: each one's `returns` by agent, `players`,
-        `length`."""
+        `length`. `callbacks` of episodes are told of them."""
         self._check_plays()
         seed = EVAL_SEED if seed is None else seed
         config = eval_config(self.config["env"], num_envs or min(games, 16))
         with make_vec(config, seed=seed, seating=seating_of(self.config["run"])) as env:
             players = self.players(env.spec)
-            return play_games(env, players, games, seed, check_mode(act), on_step, most_steps)
+            return play_games(env, players, games, seed, check_mode(act), on_step, most_steps, callbacks)
 
     def players(self, spec: EnvSpec) -> dict[str, Player]:
         """Who decides for the sides of a game."""

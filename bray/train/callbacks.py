@@ -37,7 +37,7 @@ class Episode:
         self.custom_metrics: dict[str, float] = {}
         """Numbers of this episode; rows hold `custom_metrics/NAME_mean`, `_min` and `_max` of the last 100 episodes."""
         self.action: Any = None
-        self.reward = 0.0
+        self.reward: Any = 0.0
         self.info: dict[str, Any] = {}
         self.terminated = self.truncated = False
 
@@ -50,6 +50,15 @@ class Episode:
     def env(self) -> Any:
         """The environment itself, where it runs in this process (`env.vector=inprocess`)."""
         return self._rollout.env.users_env(self._at)
+
+    def played(self, step: Any, reward: Any, infos: Any) -> None:
+        """A step of all environments has been carried out."""
+        b = self._at
+        self.length += 1
+        self.reward = float(reward[b])
+        self.total_reward += self.reward
+        self.action, self.info = tree.index(step.action, b), infos[b] if infos else {}
+        self.terminated, self.truncated = bool(step.terminated[b]), bool(step.truncated[b])
 
     def __repr__(self) -> str:
         where = f" of worker {self.worker_index}" if self.worker_index else ""
@@ -249,11 +258,11 @@ class CallbackList(Callbacks):
         both = [c for c in self.of_episodes().callbacks if any(CallbackList([c])._asking(event) for event in results)]
         return sorted({type(c).__name__ for c in both})
 
-    def watch(self) -> EpisodeWatch | None:
+    def watch(self, kind: Any = Episode) -> EpisodeWatch | None:
         """What a Rollout reports its steps to; None where no callback asks for them."""
-        return (
-            EpisodeWatch(*(self._asking(f"on_episode_{e}") for e in ("start", "step", "end"))) if self.watches else None
-        )
+        if not self.watches:
+            return None
+        return EpisodeWatch(*(self._asking(f"on_episode_{e}") for e in ("start", "step", "end")), kind=kind)
 
 
 def _not_plain(value: Any, where: str = "") -> str:
@@ -271,8 +280,9 @@ def _not_plain(value: Any, where: str = "") -> str:
 class EpisodeWatch:
     """Follows the episodes of a Rollout and calls for each start, step and end."""
 
-    def __init__(self, on_start: list[Any], on_step: list[Any], on_end: list[Any]):
-        self._on_start, self._on_step, self._on_end = on_start, on_step, on_end
+    def __init__(self, on_start: list[Any], on_step: list[Any], on_end: list[Any], kind: Any = Episode):
+        """kind: of the objects that callbacks are given"""
+        self._on_start, self._on_step, self._on_end, self._kind = on_start, on_step, on_end, kind
         self._episodes: dict[int, Episode] = {}
         self._begun_before: set[int] = set()
         self._number = 0
@@ -282,7 +292,7 @@ class EpisodeWatch:
     def before_step(self, rollout: Any) -> None:
         for b in np.flatnonzero(~rollout.env.dead & ~rollout.env.waiting).tolist():
             if b not in self._episodes:
-                episode = self._episodes[b] = Episode(rollout, self._number, b)
+                episode = self._episodes[b] = self._kind(rollout, self._number, b)
                 self._number += 1
                 if episode.length:
                     self._begun_before.add(b)
@@ -292,11 +302,7 @@ class EpisodeWatch:
     def after_step(self, rollout: Any, step: Any, reward: np.ndarray, infos: Any) -> None:
         for b in np.flatnonzero(step.valid).tolist():
             episode = self._episodes[b]
-            episode.length += 1
-            episode.reward = float(reward[b])
-            episode.total_reward += episode.reward
-            episode.action, episode.info = tree.index(step.action, b), infos[b] if infos else {}
-            episode.terminated, episode.truncated = bool(step.terminated[b]), bool(step.truncated[b])
+            episode.played(step, reward, infos)
             for call in self._on_step:
                 call(episode)
             if rollout.env.dead[b]:

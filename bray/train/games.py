@@ -41,7 +41,7 @@ from bray.train.sampler import GamePlan, Played, SidePlan
 from bray.train.self_play import LeagueSeats, LeagueSource, Snapshots
 from bray.train.setup import Setup
 from bray.train.side import Side
-from bray.train.table import Match, MatchNumbers, SeatRollout, TableSource, outcome, refuse_watch, shares
+from bray.train.table import Match, MatchNumbers, SeatRollout, TableSource, outcome, shares
 from bray.train.workers import Home, WorkerSource
 
 logger = logging.getLogger("bray")
@@ -81,9 +81,6 @@ class GameWorkers(WorkerSource):
 
     def numbers(self) -> dict[str, float]:
         return super().numbers() | self._numbers.row()
-
-    def watch(self, callbacks: CallbackList) -> None:
-        refuse_watch(callbacks)
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:
         state = super().get_state(midway)
@@ -273,9 +270,11 @@ def play_games(
     mode: str = GREEDY,
     on_step: Any = None,
     most_steps: int | None = None,
+    callbacks: CallbackList | None = None,
 ) -> list[Match]:
     """Play whole games, each environment its share, so that short ones are not preferred. With `most_steps` those that
-    end within so many steps. `on_step(source)` is called at the first observations and after each step."""
+    end within so many steps. `on_step(source)` is called at the first observations and after each step; `callbacks` of
+    episodes are told of every game."""
     seats = {}
     for i, (name, side) in enumerate(env.spec.sides.items()):
         p = players[name]
@@ -283,6 +282,7 @@ def play_games(
         sits, how = p.seats or SeatRollout, p.mode or mode
         seats[name] = sits(name, side, env.num_envs, p.engine, p.policy, rng, mode=how, initial_state=p.initial_state)
     source = TableSource(env, seats, env.spec.agents)
+    source.watch(callbacks or CallbackList([]))
     source.reset(seed)
     share = [games // env.num_envs + (b < games % env.num_envs) for b in range(env.num_envs)]
     done: list[list[Match]] = [[] for _ in share]

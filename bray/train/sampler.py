@@ -259,6 +259,7 @@ class GameSampler:
             )
             seats[name].first_seat = mine.start
         self.source = TableSource(env, seats, env.spec.agents)
+        self.source.worker_index = plan.index
         self.source.reset()
         self.laps, self._cores = Laps(), Cores(every=0.1)
 
@@ -276,7 +277,11 @@ class GameSampler:
         spent = self.laps.take() | (played := self.source.seconds())
         spent["other"] -= sum(played.values())
         spent["transfer"] = spent.get("transfer", 0.0) + spent[WEIGHTS]
-        return Played(pieces, counts, spent | self._cores.take(), [], Moments(), tuple(self.source.ended))
+        metrics = self.source.ended_metrics()
+        return Played(pieces, counts, spent | self._cores.take(), metrics, Moments(), tuple(self.source.ended))
+
+    def watch(self, callbacks: bytes) -> None:
+        self.source.watch(pickle.loads(callbacks))  # our own bytes, from our own parent
 
     def foreach_env(self, fn: bytes) -> list[Any]:
         return self.source.foreach_env(pickle.loads(fn))  # our own bytes, from our own parent

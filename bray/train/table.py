@@ -31,10 +31,10 @@ from bray.diagnosis.divergence import blame_policy
 from bray.envs.rewards import RewardTransform
 from bray.envs.table import ACTS, DEFAULT, NOBODY, TERMINATED, TRUNCATED, by_seat
 from bray.envs.vector import VecEnv
-from bray.errors import ConfigError
 from bray.metrics.rows import side_key
 from bray.spec import SideSpec
-from bray.train.callbacks import CallbackList
+from bray.train.callbacks import CallbackList, EpisodeMetrics, EpisodeWatch
+from bray.train.game_episode import GameEpisode, GameStep, Played
 from bray.train.rollout import Columns, Rollout, Step, separate_outputs, true_of, zeroed
 from bray.train.source import RolloutWorker, Source
 
@@ -502,12 +502,14 @@ def _beside(flags: np.ndarray, like: np.ndarray) -> np.ndarray:
     return flags.reshape(*flags.shape, *[1] * (like.ndim - flags.ndim))
 
 
-def refuse_watch(callbacks: CallbackList) -> None:
-    if callbacks.watches:
-        raise ConfigError(
-            "callbacks of episodes (on_episode_start, _step, _end) follow one agent, and this is a game of several: "
-            "on_train_result has agent/NAME/return_mean of each of them"
-        )
+def _played(seat: SeatRollout, action: Any, turn: Turn, over: np.ndarray) -> Played:
+    """For callbacks, before the seats take the turn."""
+    games = len(over)
+    ended = (turn.terminated | turn.truncated).reshape(games, -1) | over[:, None]
+    acted, reward, in_game, terminated = (
+        x.reshape(games, -1) for x in (seat.acts, turn.reward, seat.in_game, turn.terminated)
+    )
+    return Played(action, acted, reward, ended & in_game, terminated)
 
 
 class TableSource(Source):
@@ -526,10 +528,15 @@ class TableSource(Source):
         """Games that ended in the last `gather`."""
         self.episodes_left: int | None = None
         self._names: list[str] = list(agents)
-        self._numbers = MatchNumbers()
+        self._numbers, self._metrics = MatchNumbers(), EpisodeMetrics()
+        self._watch: EpisodeWatch | None = None
+        self.worker_index = self.numbers_from = 0
+        """Of the process that plays, and of its first environment within it."""
+        self.obs: Any = None
+        """What tables show now."""
         self._seconds = {"env": 0.0, "forward": 0.0}
         self._tick = np.zeros(env.num_envs, np.int64)
-        self._lengths = np.zeros(env.num_envs, np.int64)
+        self.lengths = np.zeros(env.num_envs, np.int64)
         self._returns = {name: np.zeros(s.num_seats) for name, s in self.seats.items()}
 
     def reset(self, seed: int | None = None) -> None:
@@ -537,7 +544,7 @@ class TableSource(Source):
 
     def _begin(self, obs: Any) -> None:
         """All games are at this observation, and nothing has happened in them yet."""
-        self._tick = obs["tick"]
+        self.obs, self._tick = obs, obs["tick"]
         for name, seat in self.seats.items():
             turn = self._turn(name, obs, None)
             seat.clear()
@@ -558,6 +565,8 @@ class TableSource(Source):
         """One step of every game."""
         env, games = self.env, self.env.num_envs
         was_dead = env.dead
+        if self._watch is not None:
+            self._watch.before_step(self)
         stacked = {}
         for name, seat in self.seats.items():
             seat.env_steps, seat.worker_index = self.env_steps, 0
@@ -565,24 +574,38 @@ class TableSource(Source):
             self.agent_steps += int(np.count_nonzero(seat.acts))
         start = time.perf_counter()
         try:
-            obs, _, _, _, _ = env.step(stacked)
+            obs, _, *of_games, infos = env.step(stacked)
         except BaseException as e:
             blame_policy(e, stacked)
             raise
         self._seconds["env"] += time.perf_counter() - start
         played = ~was_dead
         stale = (obs["tick"] == self._tick) & played
-        self._tick = obs["tick"]
-        self._lengths += played
+        self.obs, self._tick = obs, obs["tick"]
+        self.lengths += played
         self.env_steps += int(np.count_nonzero(played))
         over, self.matches = env.dead & played, []
         ends, stands_in = true_of(over), true_of(stale)
+        sides: dict[str, Played] = {}
         for name, seat in self.seats.items():
             turn = self._turn(name, obs, stale if stands_in else None)
             self._returns[name] += turn.reward
+            if self._watch is not None:
+                sides[name] = _played(seat, stacked[name], turn, over)
             seat.take(turn, np.repeat(over, seat.env.seats) if ends else None)  # type: ignore[attr-defined]
+        if self._watch is not None:
+            self._watch.after_step(self, GameStep(played, *of_games, sides), None, infos)
         for b in ends:
             self._end(b, obs)
+
+    @property
+    def returns(self) -> np.ndarray:
+        """Of the games so far, the sum over agents."""
+        games = self.env.num_envs
+        return np.sum([x.reshape(games, -1).sum(1) for x in self._returns.values()], 0)
+
+    def return_of(self, side: str, game: int, seat: int) -> float:
+        return float(self._returns[side].reshape(self.env.num_envs, -1)[game, seat])
 
     def _end(self, b: int, obs: Any) -> None:
         returns: dict[str, float] = {}
@@ -593,10 +616,10 @@ class TableSource(Source):
             who, paid = obs[name]["agent"][b].tolist(), self._returns[name][rows].tolist()
             for agent, total in zip(who, paid, strict=True):
                 if agent != NOBODY:
-                    returns[self._name(agent)], players[self._name(agent)] = total, name
+                    returns[self.name_of(agent)], players[self.name_of(agent)] = total, name
             self._returns[name][rows] = 0.0
-        match = Match(b, players, returns, int(self._lengths[b]))
-        self._lengths[b] = 0
+        match = Match(b, players, returns, int(self.lengths[b]))
+        self.lengths[b] = 0
         if self.episodes_left == 0:
             return
         self.games += 1
@@ -607,9 +630,9 @@ class TableSource(Source):
 
     def longer_than(self, steps: int) -> list[int]:
         """The environments whose games have been longer."""
-        return np.flatnonzero(self._lengths >= steps).tolist()
+        return np.flatnonzero(self.lengths >= steps).tolist()
 
-    def _name(self, agent: int) -> str:
+    def name_of(self, agent: int) -> str:
         return self._names[agent] if agent < len(self._names) else str(agent)
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
@@ -635,10 +658,18 @@ class TableSource(Source):
         self.seats[side].version = clock.version
 
     def numbers(self) -> dict[str, float]:
-        return self._numbers.row()
+        self._metrics.add(self.ended_metrics())
+        return self._numbers.row() | self._metrics.row()
 
     def watch(self, callbacks: CallbackList) -> None:
-        refuse_watch(callbacks)
+        self._watch = callbacks.watch(GameEpisode)
+
+    def ended_metrics(self) -> list[dict[str, float]]:
+        """`custom_metrics` of the games that have ended since the last call."""
+        ended: list[dict[str, float]] = []
+        if self._watch is not None:
+            ended, self._watch.ended = self._watch.ended, ended
+        return ended
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         return self.env.foreach_env(fn)
@@ -668,7 +699,7 @@ class TableSource(Source):
             "env": env["arrays"],
             "seats": {name: one["arrays"] for name, one in seats.items()},
             "returns": {name: x.copy() for name, x in self._returns.items()},
-            "lengths": self._lengths.copy(),
+            "lengths": self.lengths.copy(),
         }
         plain = {
             "env": env["json"],
@@ -676,6 +707,7 @@ class TableSource(Source):
             "exact": self.env.exact and not midway,
             "counts": [self.env_steps, self.agent_steps, self.games],
             "recent": self._numbers.get_state(),
+            "metrics": self._metrics.get_state(),
         }
         return {"arrays": arrays, "json": plain}
 
@@ -683,6 +715,7 @@ class TableSource(Source):
         arrays, plain = state["arrays"], state["json"]
         self.env_steps, self.agent_steps, self.games = map(int, plain["counts"])
         self._numbers.set_state(plain["recent"])
+        self._metrics.set_state(plain.get("metrics", "[]"))  # older checkpoints have none
         exact = plain["env"] is not None and bool(plain["exact"])
         if plain["env"] is None:
             first = next(iter(self.seats.values()))
@@ -695,7 +728,7 @@ class TableSource(Source):
             seat.set_seat_state({"arrays": arrays["seats"][name], "json": plain["seats"][name]}, exact)
         if exact:
             self._returns = {name: np.array(x) for name, x in arrays["returns"].items()}
-            self._lengths = np.array(arrays["lengths"])
+            self.lengths = np.array(arrays["lengths"])
         return exact
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 from gymnasium import spaces
 
 import bray
+from bray.cli.main import main
 from bray.envs import EnvConfig, env_spec
 from bray.envs.agent_games import Hunt, Nim, TwoStep, Weather
 from bray.envs.table import Seating
@@ -87,6 +88,48 @@ def test_a_policy_begins_with_weights_of_another_run(tmp_path):
     with bray.Experiment(env=Nim, num_envs=4, path=tmp_path / "second", **made) as exp:
         mine = weights_of(exp)["one"]
     assert all(np.array_equal(learnt[k], mine[k]) for k in learnt)
+
+
+class Counts(bray.Callbacks):
+    """How often each hunter decided."""
+
+    def on_episode_start(self, episode):
+        episode.user_data["acted"] = 0
+
+    def on_episode_step(self, episode):
+        episode.user_data["acted"] += len(episode.action)
+
+    def on_episode_end(self, episode):
+        assert set(episode.policies.values()) == {"default"}
+        episode.custom_metrics["decisions"] = episode.user_data["acted"]
+        episode.custom_metrics["dead"] = sum(episode.ended.values())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_callbacks_of_episodes_see_games(tmp_path, workers):
+    made = {"num_envs": 2, "num_workers": workers, "path": tmp_path / "run", "iteration_steps": 200, **SMALL}
+    with bray.Experiment("PPO", Hunt, callbacks=Counts, **made) as exp:
+        row = exp.fit({"env_steps_total": 600}, progress=False)
+    assert 3 <= row["custom_metrics/decisions_mean"] <= 90
+    assert 0 <= row["custom_metrics/dead_min"] <= row["custom_metrics/dead_max"] <= 3
+
+
+def test_games_are_collected_in_files_of_each_policy(tmp_path, capsys):
+    with bray.Experiment(env=Nim, num_envs=4, path=tmp_path / "run", **AGAINST) as exp:
+        exp.fit({"env_steps_total": 300}, progress=False)
+    assert (
+        main(["collect", str(tmp_path / "run"), "--trust", "--episodes", "10", "--out", str(tmp_path / "files")]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "10 games" in said
+    first, second = (list(bray.EpisodeReader(tmp_path / "files" / name)) for name in ("one", "two"))
+    assert len(first) == len(second) == 10
+    assert sum(e["reward"].sum() for e in first) == -sum(e["reward"].sum() for e in second)
+    assert {int(g) for e in first for g in e["game"]} == {int(g) for e in second for g in e["game"]}
+    with bray.Experiment("DQN", data=tmp_path / "files" / "two", path=tmp_path / "learnt") as exp:
+        assert exp.fit({"training_iteration": 1}, progress=False)["data/episodes"] == 10
+    assert main(["collect", str(tmp_path / "run"), "--trust", "--steps", "10"]) == 2
+    assert "played to its end" in capsys.readouterr().err
 
 
 def test_workers_in_rounds_learn_what_one_process_does(tmp_path):

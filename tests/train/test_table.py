@@ -15,15 +15,18 @@ import pytest
 import torch
 from chaos_for_tests import AGENTS, Chaos, Collector, drawn, fixed
 
+import bray
 from bray import tree
 from bray.act import Clock
+from bray.cli.collect import AgentEpisodes
 from bray.data.piece import COLUMNS
 from bray.envs.agent_games import Nim
-from bray.envs.table import DEFAULT
+from bray.envs.table import DEFAULT, Game
 from bray.errors import BrayError, ConfigError, EnvError
 from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.rundir import RunDir
+from bray.train.callbacks import CallbackList
 
 PLAIN = {"device": "cpu", "num_workers": 0, "inference": "worker"}  # nothing is timed before the games begin
 SMALL = {"num_envs": 3, "fcnet_hiddens": [4], "use_preset": False, "save_figure": False, **PLAIN}
@@ -325,6 +328,74 @@ def test_returns_are_of_whole_games():
     for agent in AGENTS:
         mine = [m.returns[agent] for m in matches[-100:]]
         assert numbers[f"agent/{agent}/return_mean"] == pytest.approx(sum(mine) / len(mine))
+
+
+class Watcher(bray.Callbacks):
+    """Writes down what it is told of each game."""
+
+    def __init__(self):
+        self.ended, self.steps = [], []
+
+    def on_episode_start(self, episode):
+        assert episode.length == episode.total_reward == 0
+        self.steps = []
+
+    def on_episode_step(self, episode):
+        self.steps.append((episode.action, episode.reward, episode.obs, episode.ended))
+
+    def on_episode_end(self, episode):
+        assert episode.total_reward == sum(episode.returns.values())
+        assert episode.length == len(self.steps)
+        assert episode.terminated != episode.truncated
+        self.ended.append((episode.returns, episode.length, episode.policies, self.steps))
+
+
+def test_callbacks_are_told_of_every_step_of_every_agent():
+    source, watcher = training(config=ppo(16), num_envs=1, **DRAWN).sources[0], Watcher()
+    source.watch(CallbackList([watcher]))
+    for _ in range(200):
+        source.step()
+        source.seats["one"].pieces(), source.seats["two"].pieces()
+    _, (collector,) = collected(source, drawn)
+    assert [(returns, length) for returns, length, *_ in watcher.ended] == collector.matches
+    assert len(watcher.ended) > 3
+    (log,) = source.foreach_env(lambda env: env.log)
+    games = [i for i, (kind, *_) in enumerate(log) if kind == "begin"]
+    assert all(
+        policies == {agent: drawn(agent, Game(0, i, log[begin][1])) for agent in AGENTS}
+        for i, (begin, (*_, policies, _)) in enumerate(zip(games, watcher.ended, strict=False))
+    )
+    for (_, length, _, steps), begin in zip(watcher.ended, games, strict=False):
+        before = None
+        for told, (_, actions, obs, rewards, *_) in zip(steps, log[begin + 1 : begin + 1 + length], strict=True):
+            action, paid, seen, ended = told
+            assert {agent: int(x) for agent, x in action.items()} == actions
+            assert {agent: r for agent, r in paid.items() if r} == {agent: r for agent, r in rewards.items() if r}
+            assert all(same(seen[agent], (), obs[agent]) for agent in seen if agent in obs)
+            assert ended.keys() <= seen.keys()
+            assert before is None or actions.keys() <= before.keys()
+            before = seen
+
+
+def test_files_hold_the_rows_of_each_agent():
+    source, written = training(config=ppo(16), num_envs=1).sources[0], []
+    source.watch(CallbackList([AgentEpisodes([10**6], AGENTS, lambda policy, episode: written.append(episode))]))
+    for _ in range(200):
+        source.step()
+        source.seats[DEFAULT].pieces()
+    rows, _ = collected(source)
+    assert len(written) > 20
+    for k in range(len(AGENTS)):
+        at = 0
+        for episode in (e for e in written if e["agent"][0] == k):
+            n = len(episode["reward"])
+            mine = rows[DEFAULT, k][at : at + n + 1]
+            assert [row.valid for row in mine] == [True] * n + [False]  # and its last observation
+            for name in ("action", "reward", "terminated", "truncated"):
+                assert episode[name].tolist() == [getattr(row, name) for row in mine[:n]]
+            assert all(same(episode["obs"], t, row.obs) for t, row in enumerate(mine))
+            at += n + 1
+        assert not any(row.closed for row in rows[DEFAULT, k][at:] if row.valid and (row.terminated or row.truncated))
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
