@@ -65,6 +65,7 @@ from bray.train.offline import ID as FILES, FileTraining, MixedTraining, data_sp
 from bray.train.opponents import load_opponent
 from bray.train.policies import (
     PolicyTrainings,
+    encoder_owners,
     first_algorithm,
     make_trainings,
     named_policies,
@@ -173,6 +174,9 @@ class Experiment:
             run = (self.policies[name].config if name else self.config)["run"]
             if run.init_from is not None:
                 start_with(part, run.init_from, "latest", run.init_map, run.init_partial)
+        for name in encoder_owners(self.config["run"].policies):
+            if (learner := parts[name].learner) is not None:
+                learner.start_with_model()
 
     @property
     def training(self) -> LocalTraining | LiveTraining | FileTraining | PolicyTrainings | GameTraining:
@@ -244,7 +248,8 @@ class Experiment:
                 "policy plays in environments of its own"
             )
         if self.policies:
-            return make_trainings(self.policies, c["run"].policies_to_train, home_of)
+            owners = encoder_owners(c["run"].policies)
+            return make_trainings(self.policies, c["run"].policies_to_train, home_of, owners)
         parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
         if self.live:
             return LiveTraining(*parts, c["live"])

@@ -86,7 +86,7 @@ def _core(spec: EnvSpec, config: ModelConfig) -> Encoder | Memory:
     return Recurrent(encoder, config.recurrent, config.lstm_cell_size, config.recurrent_norm)
 
 
-class _TwoEncoders(nn.Module):
+class TwoEncoders(nn.Module):
     """Separate encoders for the policy and the value; not one batched product, so that acting computes the first one
     only."""
 
@@ -130,7 +130,7 @@ class ActorCritic(Headed):
         if shared:
             core: nn.Module = _core(spec, config)
         else:
-            core = _TwoEncoders(spec, config)
+            core = TwoEncoders(spec, config)
         super().__init__(core)
         self.shared = shared
         layout = spec.layout

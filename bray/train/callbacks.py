@@ -262,7 +262,8 @@ class CallbackList(Callbacks):
         """What a Rollout reports its steps to; None where no callback asks for them."""
         if not self.watches:
             return None
-        return EpisodeWatch(*(self._asking(f"on_episode_{e}") for e in ("start", "step", "end")), kind=kind)
+        start, step, end = (self._asking(f"on_episode_{e}") for e in ("start", "step", "end"))
+        return EpisodeWatch(start, step, end, kind)
 
 
 def _not_plain(value: Any, where: str = "") -> str:
@@ -299,7 +300,7 @@ class EpisodeWatch:
                 for call in self._on_start:
                     call(episode)
 
-    def after_step(self, rollout: Any, step: Any, reward: np.ndarray, infos: Any) -> None:
+    def after_step(self, rollout: Any, step: Any, reward: Any, infos: Any) -> None:
         for b in np.flatnonzero(step.valid).tolist():
             episode = self._episodes[b]
             episode.played(step, reward, infos)

@@ -36,6 +36,7 @@ from bray.train.driver import Driver
 from bray.train.evaluate import EVAL_SEED, LONGEST, eval_config, summarize
 from bray.train.local import make_side
 from bray.train.opponents import FIRST, load_opponent
+from bray.train.policies import encoder_owners, owners_first
 from bray.train.processes import Processes
 from bray.train.sampler import GamePlan, Played, SidePlan
 from bray.train.self_play import LeagueSeats, LeagueSource, Snapshots
@@ -137,7 +138,12 @@ class GameTraining(Driver):
             game = env_spec(env, self.seating) if self.env is None else self.env.spec
             self.agents, self.game_id = game.agents, game.id
             self.games = env.num_envs * max(1, run.workers)
-            sides = {n: self._side(n, s, game.sides[n], learn is None or n in learn) for n, s in setups.items()}
+            made: dict[str, Side] = {}
+            owners = encoder_owners(run.policies)
+            for n in owners_first(setups, owners):
+                reads = made[owners[n]].model if n in owners else None
+                made[n] = self._side(n, setups[n], game.sides[n], learn is None or n in learn, reads)
+            sides = {n: made[n] for n in setups}
             source = self._play_in_workers(setups, sides, home) if self.env is None else self._play_here(sides)
         except BaseException:
             if self.env is not None:
@@ -146,9 +152,14 @@ class GameTraining(Driver):
         self.spec = next(iter(sides.values())).spec
         super().__init__(list(sides.values()), [source])
 
-    def _side(self, name: str, setup: Setup, game: SideSpec, learns: bool) -> Side:
+    def _side(self, name: str, setup: Setup, game: SideSpec, learns: bool, reads: Any) -> Side:
         c, seats = setup.config, self.games * game.seats
-        side = make_side(setup.algo, c["run"], game.spec, c["model"], c["algo"], learns=learns)
+        try:
+            side = make_side(setup.algo, c["run"], game.spec, c["model"], c["algo"], learns=learns, reads=reads)
+        except ConfigError as e:
+            if reads is None:
+                raise
+            raise ConfigError(f"policy {name}, share_encoder: {e}") from None
         side.name, experience = name, side.experience
         if side.iterate is not None or not isinstance(experience, (Rollouts, Replay)):
             raise ConfigError(

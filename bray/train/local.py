@@ -27,6 +27,7 @@ from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import example_obs
+from bray.nn.shared import read_encoder
 from bray.spec import EnvSpec
 from bray.train.acting import acting_engine, initial_state
 from bray.train.central import CentralServer
@@ -65,9 +66,11 @@ def make_side(
     model: nn.Module | None = None,
     learner: Any = None,
     learns: bool = True,
+    reads: nn.Module | None = None,
 ) -> Side:
     """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner.
-    `model`: one that is there already, on its device; `learner`: a class in place of the algorithm's."""
+    `model`: one that is there already, on its device; `learner`: a class in place of the algorithm's. `reads`: the
+    Model whose encoder this one has, too."""
     device = resolve_device(run.device) if model is None else next(model.parameters()).device
     tune(device, wait_asleep=run.workers > 0)  # workers need the cores
     use_threads(run.threads if isinstance(run.threads, int) else threads_for(spec, device))
@@ -78,6 +81,8 @@ def make_side(
             if not isinstance(model, nn.Module):
                 raise broken(algo_name(algo), f"its make_model returned {type(model).__name__}, not an nn.Module")
             model = model.to(device)
+        if reads is not None:
+            read_encoder(model, reads)
         policy.draws = getattr(model, "draws", None) or {}
         made = None
         if learns:
@@ -119,9 +124,10 @@ class LocalTraining(Driver):
         config: Any,
         home: Callable[[], Home] | None = None,
         learns: bool = True,
+        reads: nn.Module | None = None,
     ):
         """`home` makes the place where workers live; None = processes of this machine. `learns`: else it plays with
-        the weights that it starts with."""
+        the weights that it starts with. `reads`: the Model whose encoder it has, too."""
         self.algo, self.run_config, self.env_config, self._home = algo, run, env, home
         self.device = resolve_device(run.device)
         self._central: CentralServer | None = None
@@ -129,7 +135,7 @@ class LocalTraining(Driver):
         self.env = None if run.workers else make_vec(env, seed=run.seed, device=self.device)
         self.spec = env_spec(env) if self.env is None else self.env.spec
         try:
-            side = make_side(algo, run, self.spec, model, config, learns=learns)
+            side = make_side(algo, run, self.spec, model, config, learns=learns, reads=reads)
             if env.wait_num is not None:
                 _refuse_waiting(env.wait_num, side)
             if hasattr(side.experience, "check_rows"):

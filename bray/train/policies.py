@@ -4,7 +4,7 @@ would in a run of its own: the same weights, bit for bit."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from bray.train.setup import Check, Setup, is_object, set_up
 
 _OF_RUN = ("policies", "policies_to_train", "policy_mapping")
 _BEGINS = ("init_from", "init_map", "init_partial")
-KEYS = ("run", "config", "model", "env", *_BEGINS)
+KEYS = ("run", "config", "model", "env", "share_encoder", *_BEGINS)
 """What a policy may have of its own."""
 
 
@@ -67,10 +67,36 @@ def set_up_policies(
             )
     if unknown := [name for name in run.policies_to_train or () if name not in run.policies]:
         raise UnknownName("policy", unknown[0], run.policies, "run.policies_to_train")
+    encoder_owners(run.policies)
     return {
         name: _set_up(_checked_name(name), policy, run, of_run.algo, env, sources, use_preset, check)
         for name, policy in run.policies.items()
     }
+
+
+def encoder_owners(policies: Mapping[str, Any]) -> dict[str, str]:
+    """Whose encoder a policy reads, of those that have none of their own (`share_encoder`). A policy that owns one is
+    the only one that trains it."""
+    told = {name: own for name, own in policies.items() if isinstance(own, Mapping)}
+    owners = {name: own["share_encoder"] for name, own in told.items() if own.get("share_encoder") is not None}
+    for name, owner in owners.items():
+        where, others = f"run.policies.{name}.share_encoder", [other for other in policies if other != name]
+        if not isinstance(owner, str):
+            raise ConfigError(f"{where}: one policy owns an encoder: name one of {', '.join(others)}, got {owner!r}")
+        if owner not in others:
+            raise UnknownName("policy", owner, others, where)
+        if owner in owners:
+            raise ConfigError(
+                f"{where}: {owner} has no encoder of its own, it reads that of {owners[owner]}: an encoder has one "
+                f"owner, which trains it, and the others name that one"
+            )
+        if found := [key for key in _BEGINS if key in told[name]]:
+            raise ConfigError(f"{where} and {found[0]} exclude each other: the encoder begins as that of {owner}")
+    return owners
+
+
+def owners_first(names: Iterable[str], owners: Mapping[str, str]) -> list[str]:
+    return sorted(names, key=lambda name: name in owners)
 
 
 def keys_of(source: ConfigSource) -> set[str]:
@@ -145,16 +171,21 @@ def _of_all(source: ConfigSource, other: Any) -> ConfigSource:
 
 
 def make_trainings(
-    setups: Mapping[str, Setup], learn: Sequence[str] | None, home_of: Callable[[RunConfig], Any]
+    setups: Mapping[str, Setup],
+    learn: Sequence[str] | None,
+    home_of: Callable[[RunConfig], Any],
+    owners: Mapping[str, str],
 ) -> PolicyTrainings:
-    """`learn`: names of the policies that do; None: all."""
+    """`learn`: names of the policies that do; None: all. `owners`: whose encoder those read that have none."""
     parts: dict[str, LocalTraining] = {}
     try:
-        for name, setup in setups.items():
+        for name in owners_first(setups, owners):
+            setup = setups[name]
             c, learns = setup.config, learn is None or name in learn
             made = c["run"], c["env"], c["model"], c["algo"]
-            parts[name] = LocalTraining(setup.algo, *made, home=home_of(c["run"]), learns=learns)
-        return PolicyTrainings(parts)
+            reads = parts[owners[name]].model if name in owners else None
+            parts[name] = LocalTraining(setup.algo, *made, home=home_of(c["run"]), learns=learns, reads=reads)
+        return PolicyTrainings({name: parts[name] for name in setups})
     except BaseException:
         for part in parts.values():
             part.close()

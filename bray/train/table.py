@@ -574,7 +574,7 @@ class TableSource(Source):
             self.agent_steps += int(np.count_nonzero(seat.acts))
         start = time.perf_counter()
         try:
-            obs, _, *of_games, infos = env.step(stacked)
+            obs, _, terminated, truncated, infos = env.step(stacked)
         except BaseException as e:
             blame_policy(e, stacked)
             raise
@@ -594,7 +594,7 @@ class TableSource(Source):
                 sides[name] = _played(seat, stacked[name], turn, over)
             seat.take(turn, np.repeat(over, seat.env.seats) if ends else None)  # type: ignore[attr-defined]
         if self._watch is not None:
-            self._watch.after_step(self, GameStep(played, *of_games, sides), None, infos)
+            self._watch.after_step(self, GameStep(played, terminated, truncated, sides), None, infos)
         for b in ends:
             self._end(b, obs)
 

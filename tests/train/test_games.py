@@ -7,6 +7,7 @@ import signal
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
 import bray
@@ -15,6 +16,7 @@ from bray.envs import EnvConfig, env_spec
 from bray.envs.agent_games import Hunt, Nim, TwoStep, Weather
 from bray.envs.table import Seating
 from bray.errors import CheckpointError, ConfigError, UnknownName
+from bray.nn.shared import acting_encoder
 
 SMALL = {"rollout_length": 16, "epochs": 2, "minibatches": 2}
 AGAINST = {
@@ -264,3 +266,98 @@ def test_an_environment_of_one_agent_is_made_once_to_be_played(tmp_path):
     with bray.Experiment("PPO", Counted, num_envs=2, path=tmp_path, **placed, **SMALL) as exp:
         exp.training  # noqa: B018
     assert Counted.made == 2
+
+
+SHARED = {
+    "policies": {
+        "one": {"run": "PPO", "config": SMALL},
+        "two": {"run": "DQN", "config": {"learning_starts": 64}, "share_encoder": "one"},
+    },
+    "policy_mapping": {"first": "one", "second": "two"},
+    "fcnet_activation": "relu",
+}
+
+
+def test_an_encoder_of_two_policies_is_one_and_its_owner_alone_trains_it(tmp_path):
+    made = {"env": Nim, "num_envs": 4, "iteration_steps": 200, **SHARED}
+    with bray.Experiment(path=tmp_path / "whole", **made) as exp:
+        one, two = (exp.training.sides[name] for name in ("one", "two"))
+        mine, theirs = acting_encoder(two.model), acting_encoder(one.model)
+        places = {k: x.data_ptr() for k, x in theirs.state_dict().items()}
+        assert places == {k: x.data_ptr() for k, x in mine.state_dict().items()}
+        assert not list(mine.parameters())
+        assert sum(p.numel() for p in two.learner.optimizer.params) == sum(p.numel() for p in two.model.parameters())
+        before = weights_of(exp)
+        for row in exp.train({"env_steps_total": 1400}):
+            assert row  # each forward below is a recording of before
+        whole = weights_of(exp)
+        obs = {"obs": np.eye(13, dtype=np.float32)[1:9], "action_mask": np.ones((8, 3), np.int8)}
+        engine = exp.training.sources[0].seats["two"].engine
+        said = engine.model({k: torch.from_numpy(x) for k, x in obs.items()})["q"].detach().numpy()
+        np.testing.assert_allclose(engine.forward(obs)["q"], said, atol=1e-6)
+        assert two.version > 0
+    encoder = [k for k in whole["two"] if k.startswith("core.")]
+    assert encoder
+    for k in encoder:
+        assert np.array_equal(whole["two"][k], whole["one"][k.replace("core.", "core.encoders.0.", 1)])
+    assert any(not np.array_equal(before["two"][k], whole["two"][k]) for k in encoder)
+    assert any(not np.array_equal(before["two"][k], whole["two"][k]) for k in whole["two"] if k not in encoder)
+    with bray.Experiment(path=tmp_path / "parts", **made) as exp:
+        for row in exp.train({"env_steps_total": 1400}):
+            if row["env_steps_total"] > 500:
+                break
+    with bray.Experiment.resume(tmp_path / "parts") as exp:
+        assert exp.exact
+        exp.fit({"env_steps_total": 1400}, progress=False)
+        assert same_weights(whole, weights_of(exp))
+    with bray.Experiment.load(tmp_path / "parts" / "models" / "two") as alone:  # it needs no other policy to play
+        left = {"obs": np.eye(13, dtype=np.float32)[12], "action_mask": np.ones(3, np.int8)}
+        assert alone.policy(left) in (0, 1, 2)
+        assert same_weights({"x": whole["two"]}, {"x": alone.served.engine.model.state_dict()})
+
+
+@pytest.mark.slow
+def test_workers_play_with_the_encoder_that_its_owner_has_now(tmp_path):
+    made = {"env": Nim, "num_envs": 2, "num_workers": 2, "path": tmp_path, **SHARED}
+    with bray.Experiment(**made) as exp:
+        exp.fit({"env_steps_total": 600}, progress=False)
+        exp.training.sources[0].gather(60.0)
+        (there, _), now = exp.foreach_worker(copied_weights), weights_of(exp)
+        assert exp.training.sides["one"].version > 0
+    for side in now:
+        for k, x in now[side].items():
+            assert np.array_equal(there[side][k], x)
+
+
+def copied_weights(worker):
+    return {side: {k: x.numpy().copy() for k, x in m.state_dict().items()} for side, m in worker.model.items()}
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "error", "said"),
+    [
+        ({"share_encoder": "two"}, {"share_encoder": "one"}, ConfigError, "two has no encoder of its own.*one owner"),
+        ({}, {"share_encoder": ["one", "three"]}, ConfigError, "one policy owns an encoder: name one of one, got"),
+        ({}, {"share_encoder": "tow"}, UnknownName, "unknown policy 'tow'.*two.share_encoder"),
+        ({}, {"share_encoder": "two"}, UnknownName, "unknown policy 'two'.*two.share_encoder"),
+        ({}, {"share_encoder": "one", "init_from": "x"}, ConfigError, "share_encoder and init_from exclude each other"),
+        (
+            {},
+            {"share_encoder": "one", "model": {"fcnet_hiddens": [8]}},
+            ConfigError,
+            r"policy two, share_encoder: the encoders differ \(.*\[8, 13\] here, .*\[64, 13\]",
+        ),
+        (
+            {"model": {"normalize_observations": True}},
+            {"share_encoder": "one", "model": {"normalize_observations": True}},
+            ConfigError,
+            "policy two, share_encoder: the encoder keeps statistics",
+        ),
+    ],
+)
+def test_an_encoder_has_one_owner_that_it_fits(tmp_path, one, two, error, said):
+    policies = {"one": {"run": "PPO", "config": SMALL} | one, "two": {"run": "PPO", "config": SMALL} | two}
+    made = {"policies": policies, "policy_mapping": {"first": "one", "second": "two"}, "path": tmp_path}
+    with pytest.raises(error, match=said) as raised, bray.Experiment(env=Nim, **made) as exp:
+        exp.training  # noqa: B018
+    assert "\n" not in str(raised.value)
