@@ -47,6 +47,18 @@ def test_another_surrogate_of_ppo_learns(from_root, tmp_path, monkeypatch):
     assert returns[-1] > 60
 
 
+def test_two_levels_of_a_game_learn(from_root, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["hierarchy.py", "--steps", "60000", "--seed", "3"])
+    runpy.run_path(str(EXAMPLES / "hierarchy.py"), run_name="__main__")
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = read_results(run)
+    assert rows[0]["agent/low/return_mean"] < 0.0  # it walks at random
+    assert rows[-1]["agent/low/return_mean"] > 1.0
+    assert rows[-1]["agent/top/return_mean"] > rows[0]["agent/top/return_mean"] + 0.2
+    assert "greedy returns: top" in capsys.readouterr().out
+
+
 def test_an_algorithm_takes_under_100_lines():
     assert len((EXAMPLES / "custom_algorithm.py").read_text().splitlines()) < 100
 
