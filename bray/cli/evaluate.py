@@ -15,6 +15,7 @@ from bray.experiment.film import film, film_game
 from bray.metrics import short
 from bray.rundir import RunDir
 from bray.train.evaluate import much_worse, summarize
+from bray.train.games import seating_of
 from bray.train.rollout import Step
 from bray.train.table import Match
 from bray.video import write_video
@@ -90,7 +91,9 @@ def judge(
         return []
     mode = "human" if render == "human" else "rgb_array"
     if exp.is_game:
-        frames, return_, length, fps = film_game(exp, mode, act, seed)
+        frames, return_, length, fps = film_game(
+            exp.players, exp.config["env"], seating_of(exp.config["run"]), mode, act, seed
+        )
     else:
         frames, return_, length, fps = film(exp.served, exp.config["env"], mode, act, seed)
     videos = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
+from bray.data.piece import DEFAULT
 from bray.envs.process import Lost
 from bray.envs.registry import sent
 from bray.errors import BrayError, ConfigError, DiskFull
-from bray.experiment.evaluator import EvaluationPlan, Evaluator, Looked, Task, look_at
-from bray.experiment.policy import ServedPolicy
+from bray.experiment.evaluator import Evaluated, EvaluationPlan, Evaluator, Looked, Task, look_at, looks
 from bray.rundir import RunDir
 from bray.train.callbacks import CallbackList
 from bray.train.games import GameTraining
@@ -29,18 +30,22 @@ class Evaluations:
         self._experiment, self._directory, self._score = experiment, directory, score
         config, self._training = experiment.config, experiment.training
         self._run, self._env = config["run"], config["env"]
-        for key in ("eval_parallel", "video_freq"):
-            if isinstance(self._training, GameTraining) and getattr(self._run, key):
-                raise ConfigError(
-                    f"run.{key} is for environments of one agent, and {self._training.game_id} is a game of several: "
-                    "leave it out; eval_freq evaluates games, and `bray eval RUN_DIR --render` films one"
-                )
+        self._seating = self._training.seating if isinstance(self._training, GameTraining) else None
+        if self._run.eval_parallel and self._run.self_play is not None:
+            raise ConfigError(
+                "run.eval_parallel: the opponents of self-play are in this process: leave it out, and eval_freq "
+                "evaluates here"
+            )
         self._evaluate = self._film = False  # due
         self._beside: Evaluator | None = None
         if self._run.eval_parallel:
             env = sent(self._env) if experiment.has_env else self._env
-            parts = (self._run, env, config["model"], config["algo"], self._training.spec)
-            self._beside = Evaluator(EvaluationPlan(experiment.algo, *parts))
+            made: Mapping[str, Any] = experiment.policies or {DEFAULT: experiment}
+            policies = {
+                name: Evaluated(of.algo, of.config["algo"], self._training.sides[name].spec, of.config["model"])
+                for name, of in made.items()
+            }
+            self._beside = Evaluator(EvaluationPlan(self._run, env, policies, self._seating))
 
     def look(self, row: dict[str, Any], callbacks: CallbackList) -> None:
         """After an iteration: tell its row of evaluations that have ended. In line, those that are due now."""
@@ -54,10 +59,10 @@ class Evaluations:
 
     def _look_here(self) -> Looked:
         task, t = self._task(), self._training
-        if not isinstance(t, (PolicyTrainings, GameTraining)):
-            return look_at(ServedPolicy(t.policy, t.model, t.spec), self._env, task, self._run.record)
-        found = t.evaluate(self._run.eval_episodes) | {"eval/env_steps": task.env_steps}
-        return Looked(task.step, False, found, None, "")
+        evaluate, shoot = looks(t.sides, self._env, self._seating, self._run.record)
+        if isinstance(t, (PolicyTrainings, GameTraining)):
+            evaluate = t.evaluate
+        return look_at(task, evaluate, shoot)
 
     def finish(self, row: dict[str, Any], callbacks: CallbackList) -> None:
         """After the last iteration: wait for what is under way, and then for what is due."""
@@ -97,7 +102,7 @@ class Evaluations:
         video = self._directory.folder("videos") / f"steps-{training.env_steps:09d}.mp4" if self._film else None
         episodes = self._run.eval_episodes if self._evaluate else 0
         self._evaluate = self._film = False
-        weights = {} if self._beside is None else training.weights()
+        weights = {} if self._beside is None else {name: side.weights() for name, side in training.sides.items()}
         return Task(weights, training.number, training.env_steps, episodes, video)
 
     def _begin(self, beside: Evaluator, saved: bool) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,27 +18,49 @@ from bray.algos import make_policy
 from bray.capture import Record
 from bray.envs.config import EnvConfig
 from bray.envs.process import STOP, Child, Lost, error_answer, portable, unpack
+from bray.envs.table import Seating
 from bray.errors import BrayError, ConfigError, EnvError
-from bray.experiment.film import film
+from bray.experiment.film import Film, film, film_game
 from bray.experiment.policy import ServedPolicy
 from bray.inference.torch_engine import load_weights
 from bray.spec import EnvSpec
+from bray.train.acting import player_of
+from bray.train.config import RunConfig
 from bray.train.evaluate import evaluate_model
-from bray.train.sampler import Parts
+from bray.train.games import evaluate_games
 from bray.video import write_video
 
 
+class Evaluated(NamedTuple):
+    """A policy as the process makes it."""
+
+    algo: Any
+    config: Any
+    """Of the algorithm."""
+    spec: EnvSpec
+    model: Any
+
+    def made(self) -> ServedPolicy:
+        policy = make_policy(self.algo, self.config, self.spec)
+        return ServedPolicy(policy, self.algo.make_model(self.config, self.spec, self.model), self.spec)
+
+
 @dataclass
-class EvaluationPlan(Parts):
+class EvaluationPlan:
     """What the process is told."""
 
-    spec: EnvSpec
+    run: RunConfig
+    env: EnvConfig
+    policies: dict[str, Evaluated]
+    seating: Seating | None = None
+    """Of a game of several agents."""
 
 
 class Task(NamedTuple):
     """Weights to look at. `step` and `env_steps` say which they are."""
 
-    weights: Mapping[str, np.ndarray]
+    weights: Mapping[str, Mapping[str, np.ndarray]]
+    """Of each policy."""
     step: int
     env_steps: int
     episodes: int
@@ -59,15 +82,34 @@ class Looked(NamedTuple):
     """Why there is no film."""
 
 
-def look_at(served: ServedPolicy, env: EnvConfig, task: Task, record: Record, threads: int = 0) -> Looked:
-    """Evaluate and film the weights that `served` has now. `threads`: as those of `evaluate_model`."""
+Evaluate = Callable[[int], dict[str, Any]]
+Shoot = Callable[[], Film]
+
+
+def looks(
+    policies: Mapping[str, Any], env: EnvConfig, seating: Seating | None, record: Record, threads: int = 0
+) -> tuple[Evaluate, Shoot]:
+    """How to evaluate and to film the weights that these have now, each a `policy`, its `model` and a `spec`.
+    `threads`: as those of `evaluate_model`."""
+    if seating is not None:
+        players = {name: player_of(of.model, of.policy, record) for name, of in policies.items()}
+        return partial(evaluate_games, players, env, seating), partial(film_game, lambda spec: players, env, seating)
+    one = next(iter(policies.values()))
+
+    def evaluate(episodes: int) -> dict[str, Any]:
+        return evaluate_model(one.model, one.policy, env, episodes, record, threads)
+
+    return evaluate, lambda: film(ServedPolicy(one.policy, one.model, one.spec), env)
+
+
+def look_at(task: Task, evaluate: Evaluate, shoot: Shoot) -> Looked:
+    """Do what a task asks for."""
     result, video, no_video = None, None, ""
     if task.episodes:
-        result = evaluate_model(served.model, served.policy, env, task.episodes, record, threads)
-        result["eval/env_steps"] = task.env_steps
+        result = evaluate(task.episodes) | {"eval/env_steps": task.env_steps}
     if task.video is not None:
         try:
-            frames, _, _, fps = film(served, env)
+            frames, _, _, fps = shoot()
             video = write_video(frames, task.video, fps)
         except Exception as e:  # render() is the user's code: a film must not lose an evaluation, nor end a training
             no_video = str(e) if isinstance(e, (BrayError, OSError)) else f"{type(e).__name__}: {e}"
@@ -94,7 +136,9 @@ class Evaluator:
     def begin(self, task: Task) -> None:
         self.task, message = task, pickle.dumps(task)
         if self._child is None:
-            self._child = Child(serve_evaluator, (self._told,), "bray-evaluator", Parts.__module__, self._needs_main)
+            self._child = Child(
+                serve_evaluator, (self._told,), "bray-evaluator", EvaluationPlan.__module__, self._needs_main
+            )
             self._waiting = message  # it would not be read before the process is there
         else:
             self._child.send(message)
@@ -141,8 +185,7 @@ def serve_evaluator(conn: Connection, told: bytes) -> None:
         plan: EvaluationPlan = pickle.loads(told)  # our own bytes, from our own parent
         torch.set_num_threads(1)
         torch.manual_seed(plan.run.seed)
-        policy = make_policy(plan.algo, plan.config, plan.spec)
-        served = ServedPolicy(policy, plan.algo.make_model(plan.config, plan.spec, plan.model), plan.spec)
+        served = {name: policy.made() for name, policy in plan.policies.items()}
     except BaseException as e:
         conn.send(error_answer(e))
         return
@@ -150,8 +193,10 @@ def serve_evaluator(conn: Connection, told: bytes) -> None:
     while (message := conn.recv_bytes()) != STOP:
         task: Task = pickle.loads(message)
         try:
-            load_weights(served.model, task.weights)
-            looked = look_at(served, plan.env, task, plan.run.record, threads=1)  # the training needs the other cores
+            for name, weights in task.weights.items():
+                load_weights(served[name].model, weights)
+            # The training needs the other cores.
+            looked = look_at(task, *looks(served, plan.env, plan.seating, plan.run.record, threads=1))
             answer: tuple[Any, ...] = ("ok", looked, [])
         except Exception as e:
             answer = error_answer(e)

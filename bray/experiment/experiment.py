@@ -248,8 +248,7 @@ class Experiment:
                 "policy plays in environments of its own"
             )
         if self.policies:
-            owners = encoder_owners(c["run"].policies)
-            return make_trainings(self.policies, c["run"].policies_to_train, home_of, owners)
+            return make_trainings(self.policies, c["run"], home_of)
         parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
         if self.live:
             return LiveTraining(*parts, c["live"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,29 +13,38 @@ from bray.act import GREEDY
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_env, make_vec
 from bray.envs.registry import env_name
+from bray.envs.table import Seating
 from bray.envs.vector import LIFE_LOST, episode_seed
 from bray.errors import BrayError, ConfigError
 from bray.experiment.policy import ServedPolicy
+from bray.spec import EnvSpec
 from bray.train.evaluate import EVAL_SEED, eval_config
-from bray.train.games import play_games, seating_of
+from bray.train.games import Player, play_games
 
 Film = tuple[list[np.ndarray], float, int, float]
 
 
-def film_game(exp: Any, mode: str = "rgb_array", act: str = GREEDY, seed: int | None = None) -> Film:
-    """As `film`, of a game of several agents with all policies of an experiment; the return is the sum over agents."""
-    config, name = _config(exp.config["env"], mode), exp.env_id
+def film_game(
+    players: Callable[[EnvSpec], Mapping[str, Player]],
+    env_config: EnvConfig,
+    seating: Seating,
+    mode: str = "rgb_array",
+    act: str = GREEDY,
+    seed: int | None = None,
+) -> Film:
+    """As `film`, of a game of several agents with all who play it; the return is the sum over agents."""
+    config, name = _config(env_config, mode), env_name(env_config.id)
     tried = _open(config, mode, name)  # what cannot be drawn is said before the game
     fps = _fps(tried)
     tried.close()
     seed, frames = EVAL_SEED if seed is None else seed, []
-    with make_vec(config, seed=seed, render_mode=mode, seating=seating_of(exp.config["run"])) as env:
+    with make_vec(config, seed=seed, render_mode=mode, seating=seating) as env:
 
         def shoot(source: Any) -> None:
             if mode != "human":
                 frames.append(_picture(env.render, name))
 
-        (match,) = play_games(env, exp.players(env.spec), 1, seed, act, shoot)
+        (match,) = play_games(env, players(env.spec), 1, seed, act, shoot)
     return frames, match.total, match.length, fps
 
 

@@ -214,6 +214,27 @@ def _numbered(structure: Any) -> Any:
     return tree.map(lambda _: next(numbers), structure)
 
 
+class CentralServers:
+    """A server for each policy of a game."""
+
+    def __init__(self, servers: dict[str, CentralServer]):
+        self._servers = servers
+
+    def line(self, worker: int) -> dict[str, Line]:
+        return {name: server.line(worker) for name, server in self._servers.items()}
+
+    def take_weights(self) -> None:
+        for server in self._servers.values():
+            server.take_weights()
+
+    def values(self) -> Iterable[CentralServer]:
+        return self._servers.values()
+
+    def close(self) -> None:
+        for server in reversed(self._servers.values()):  # each puts back what it found
+            server.close()
+
+
 # --- in a sampler -----------------------------------------------------------------------------------------------------
 
 

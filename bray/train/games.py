@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bray import tree
 from bray.act import GREEDY, Clock
 from bray.algos import algo_name
 from bray.data.experience import Counts, Replay
@@ -26,15 +27,17 @@ from bray.envs.table import DEFAULT, Game, Seating
 from bray.envs.vector import VecEnv
 from bray.errors import ConfigError
 from bray.metrics.rows import side_key
+from bray.nn.catalog import example_obs
 from bray.rundir import RunDir
 from bray.spec import EnvSpec, SideSpec
 from bray.train.acting import Player, acting_engine, initial_state, player_of
 from bray.train.callbacks import CallbackList
+from bray.train.central import CentralServer, CentralServers
 from bray.train.config import RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver
 from bray.train.evaluate import EVAL_SEED, LONGEST, eval_config, summarize
-from bray.train.local import make_side
+from bray.train.local import check_inference, make_side
 from bray.train.opponents import FIRST, load_opponent
 from bray.train.policies import encoder_owners, owners_first
 from bray.train.processes import Processes
@@ -57,12 +60,15 @@ class GameWorkers(WorkerSource):
     """Rollout workers that play games of several agents: in rounds, unless all who learn do so from what older weights
     did."""
 
-    def __init__(self, plan: GamePlan, home: Home, sides: Mapping[str, Side], asynchronous: bool):
-        self._numbers, self._sides = MatchNumbers(), sides
-        super().__init__(plan, home, partial(weights_of, sides), asynchronous)
+    def __init__(
+        self, plan: GamePlan, home: Home, sides: Mapping[str, Side], told: Callable[[], Any], asynchronous: bool
+    ):
+        """told: what workers are told of all sides"""
+        self._numbers, self._sides, self._told = MatchNumbers(), sides, told
+        super().__init__(plan, home, told, asynchronous)
 
     def publish(self, side: str, weights: Any, clock: Clock) -> None:
-        super().publish(side, partial(weights_of, self._sides), clock)
+        super().publish(side, self._told, clock)
 
     def _pieces(self, came: list[tuple[int, Played]]) -> list[Piece]:
         """In rounds, a side's pieces side by side where its seats were level in all workers, as in one process."""
@@ -98,8 +104,12 @@ def weights_of(sides: Mapping[str, Side]) -> dict[str, np.ndarray]:
     out: dict[str, np.ndarray] = {}
     for name, side in sides.items():
         out |= {f"{name}/{k}": x for k, x in side.weights_now().items()}
-        out[f"{name}/"] = np.array(side.version, np.int64)
-    return out
+    return out | versions_of(sides)
+
+
+def versions_of(sides: Mapping[str, Side]) -> dict[str, np.ndarray]:
+    """As `weights_of`, where workers have no Models."""
+    return {f"{name}/": np.array(side.version, np.int64) for name, side in sides.items()}
 
 
 def _rows(side: Side) -> int | None:
@@ -132,12 +142,14 @@ class GameTraining(Driver):
         """The games, where a policy plays against itself and its snapshots."""
         self.device = resolve_device(run.device)
         _check(run, env)
-        self.seating = Seating(tuple(setups), run.policy_mapping)
+        self.seating, self._home = Seating(tuple(setups), run.policy_mapping), home
+        self.central: CentralServers | None = None
         self.env = None if run.workers else make_vec(env, seed=run.seed, seating=self.seating)
         try:
             game = env_spec(env, self.seating) if self.env is None else self.env.spec
             self.agents, self.game_id = game.agents, game.id
             self.games = env.num_envs * max(1, run.workers)
+            self._seats_of = {name: side.seats for name, side in game.sides.items()}
             made: dict[str, Side] = {}
             owners = encoder_owners(run.policies)
             for n in owners_first(setups, owners):
@@ -148,6 +160,8 @@ class GameTraining(Driver):
         except BaseException:
             if self.env is not None:
                 self.env.close()
+            if self.central is not None:
+                self.central.close()
             raise
         self.spec = next(iter(sides.values())).spec
         super().__init__(list(sides.values()), [source])
@@ -229,7 +243,26 @@ class GameTraining(Driver):
         plan = GamePlan(None, run, sent(env), None, None, 0, 0, 1, sides=plans, seating=self.seating)
         learning = [side.experience for side in sides.values() if side.learner is not None]
         asynchronous = bool(learning) and all(experience.asynchronous for experience in learning)
-        return GameWorkers(plan, Processes(weights_of(sides)) if home is None else home(), sides, asynchronous)
+        self.central = self._inference_for(sides)
+        told = partial(weights_of if self.central is None else versions_of, sides)
+        at_home = Processes(told(), self.central) if home is None else home()
+        return GameWorkers(plan, at_home, sides, told, asynchronous)
+
+    def _inference_for(self, sides: Mapping[str, Side]) -> CentralServers | None:
+        run = self.run_config
+        if run.inference != "central":
+            return None
+        servers = {}
+        for name, side in sides.items():
+            obs = tree.map(lambda x: x.numpy(), example_obs(side.spec.observation, 1))
+            rows = self.env_config.num_envs * self._seats_of[name]
+            servers[name] = CentralServer(side.model, side.policy, obs, run.workers, [rows], run.record)
+        return CentralServers(servers)
+
+    def close(self) -> None:
+        super().close()
+        if self.central is not None:
+            self.central.close()
 
     @property
     def depends_on_timing(self) -> str:
@@ -241,7 +274,8 @@ class GameTraining(Driver):
     def describe(self) -> str:
         n, workers = self.env_config.num_envs, self.run_config.workers
         games = f"{n} game{'s' if n > 1 else ''} of {len(self.agents)} agents"
-        return f"{workers} worker{'s' if workers > 1 else ''} with {games} each" if workers else games
+        where = "" if self._home is None else f" on {self.run_config.cluster or 'ray'}"
+        return f"{workers} worker{'s' if workers > 1 else ''}{where} with {games} each" if workers else games
 
     def evaluate(self, episodes: int | None = None) -> dict[str, Any]:
         """Greedy games on seeds that are the same in every run, all sides as they are now."""
@@ -261,11 +295,9 @@ def _check(run: RunConfig, env: EnvConfig) -> None:
         raise ConfigError(f"run.self_play is one policy that plays here: leave {which} out (num_workers=0)")
     if run.workers and env.normalize_rewards:
         raise ConfigError("env.normalize_rewards of games of several agents needs num_workers=0: leave one of them out")
-    if run.inference == "central" or (run.env_groups or 1) > 1:
-        raise ConfigError(
-            "run.inference=central and run.env_groups are for games of one agent: workers compute the Models of games "
-            "of several themselves; leave them out"
-        )
+    check_inference(run)
+    if (run.env_groups or 1) > 1:
+        raise ConfigError("run.env_groups is for environments of one agent: leave it out of a game of several")
     for name, policy in run.policies.items():
         if isinstance(policy, Mapping) and (own := policy.get("env")):
             raise ConfigError(

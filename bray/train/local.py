@@ -131,7 +131,7 @@ class LocalTraining(Driver):
         self.algo, self.run_config, self.env_config, self._home = algo, run, env, home
         self.device = resolve_device(run.device)
         self._central: CentralServer | None = None
-        _check_inference(run)
+        check_inference(run)
         self.env = None if run.workers else make_vec(env, seed=run.seed, device=self.device)
         self.spec = env_spec(env) if self.env is None else self.env.spec
         try:
@@ -183,8 +183,8 @@ class LocalTraining(Driver):
                 "this process plays; set num_workers=0"
             )
 
-        def weights() -> dict[str, np.ndarray]:
-            return {k: v.detach().cpu().numpy() for k, v in side.model.state_dict().items()}
+        self._central = self._inference_for(side)
+        weights = side.weights_now if self._central is None else dict
 
         if lockstep := run.lockstep and isinstance(side.experience, Replay):
             at_once = max(1, REPLAY_ROWS // (run.workers * self.env_config.num_envs))
@@ -200,7 +200,6 @@ class LocalTraining(Driver):
             rows=at_once if rows == 1 else rows,
             state_every=side.experience.state_every,
         )
-        self._central = self._inference_for(side)
         home = Processes(weights(), self._central) if self._home is None else self._home()
         asynchronous = side.experience.asynchronous and not lockstep
         return WorkerSource(plan, home, weights, asynchronous, side.experience.lanes, ahead=lockstep)
@@ -259,7 +258,7 @@ class LocalTraining(Driver):
         return evaluate_model(self.model, self.policy, self.env_config, episodes, self.run_config.record)
 
 
-def _check_inference(run: RunConfig) -> None:
+def check_inference(run: RunConfig) -> None:
     if run.inference == "central" and not run.workers:
         raise ConfigError(
             "run.inference=central is for workers, which ask the process that learns: set run.num_workers, or leave "

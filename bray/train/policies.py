@@ -59,12 +59,6 @@ def set_up_policies(
         raise ConfigError("run.policies: several policies learn in an environment, not from live games or files")
     if is_object(of_run.env):
         raise ConfigError("run.policies: an environment given as an object is there only once: give its class")
-    for key in ("eval_parallel", "video_freq"):
-        if getattr(run, key):
-            raise ConfigError(
-                f"run.{key} is for a run with one policy: leave it out; eval_freq evaluates several, and "
-                "`bray eval RUN_DIR/models/NAME --render` films one"
-            )
     if unknown := [name for name in run.policies_to_train or () if name not in run.policies]:
         raise UnknownName("policy", unknown[0], run.policies, "run.policies_to_train")
     encoder_owners(run.policies)
@@ -170,13 +164,15 @@ def _of_all(source: ConfigSource, other: Any) -> ConfigSource:
     return replace(source, values=values)
 
 
-def make_trainings(
-    setups: Mapping[str, Setup],
-    learn: Sequence[str] | None,
-    home_of: Callable[[RunConfig], Any],
-    owners: Mapping[str, str],
-) -> PolicyTrainings:
-    """`learn`: names of the policies that do; None: all. `owners`: whose encoder those read that have none."""
+def make_trainings(setups: Mapping[str, Setup], run: RunConfig, home_of: Callable[[RunConfig], Any]) -> PolicyTrainings:
+    """`run`: which of the policies learn, and whose encoder those read that have none."""
+    learn, owners = run.policies_to_train, encoder_owners(run.policies)
+    for key in ("eval_parallel", "video_freq"):
+        if getattr(run, key):
+            raise ConfigError(
+                f"run.{key} is for a run with one policy, or a game that several play: leave it out; eval_freq "
+                "evaluates several, and `bray eval RUN_DIR/models/NAME --render` films one"
+            )
     parts: dict[str, LocalTraining] = {}
     try:
         for name in owners_first(setups, owners):

@@ -20,7 +20,7 @@ from bray.act import Clock
 from bray.act.feed import SharedFeed
 from bray.envs.process import START_TIMEOUT, STOP, Child, error_answer, portable, unpack
 from bray.errors import EnvError
-from bray.train.central import CentralServer, Line
+from bray.train.central import CentralServer, CentralServers
 from bray.train.piece_memory import PieceReader, PieceWriter
 from bray.train.sampler import Played, Sampler, SamplerPlan, make_sampler
 
@@ -30,9 +30,9 @@ from bray.train.sampler import Played, Sampler, SamplerPlan, make_sampler
 class Processes:
     """Where samplers live: processes of this machine."""
 
-    def __init__(self, weights: Mapping[str, np.ndarray], central: CentralServer | None = None):
-        """central: who computes the Model for them; then it takes the weights, and they do not."""
-        self._feed = SharedFeed({} if central else weights)
+    def __init__(self, weights: Mapping[str, np.ndarray], central: CentralServer | CentralServers | None = None):
+        """central: who computes the Models for them; it takes the weights, and `weights` has none."""
+        self._feed = SharedFeed(weights)
         self._central = central
         self._starting: list[SamplerProcess] = []
 
@@ -50,7 +50,7 @@ class Processes:
         """Samplers take the newest weights when they begin to play, so a question need not say which."""
         if self._central:
             self._central.take_weights()
-        self._feed.publish(dict if self._central else weights, clock)
+        self._feed.publish(weights, clock)
 
     def wait(self, workers: Sequence[Any], timeout: float) -> list[Any]:
         ready = set(wait([worker.conn for worker in workers], timeout))
@@ -64,7 +64,7 @@ class SamplerProcess:
     """A sampler in a process, seen from its parent. Questions are answered in their order; `Lost` is raised where it
     died or hangs."""
 
-    def __init__(self, plan: SamplerPlan, feed: SharedFeed, line: Line | None = None):
+    def __init__(self, plan: SamplerPlan, feed: SharedFeed, line: Any = None):
         told, needs_main = portable(plan)
         path = _memory_path()
         self._memory = PieceReader(path)
@@ -121,7 +121,7 @@ def _memory_path() -> Path:
 # --- in a sampler's process -------------------------------------------------------------------------------------------
 
 
-def serve_player(conn: Connection, feed: SharedFeed, line: Line | None, told: bytes, path: Path) -> None:
+def serve_player(conn: Connection, feed: SharedFeed, line: Any, told: bytes, path: Path) -> None:
     """Play until told to stop."""
     try:
         sampler = make_sampler(pickle.loads(told), line)  # our own bytes, from our own parent

@@ -218,17 +218,18 @@ class GamePlan(SamplerPlan):
     seating: Seating = ALL_ONE
 
 
-def make_sampler(plan: SamplerPlan, line: Line | None = None) -> Any:
-    return GameSampler(plan) if isinstance(plan, GamePlan) else Sampler(plan, line)
+def make_sampler(plan: SamplerPlan, line: Any = None) -> Any:
+    return GameSampler(plan, line) if isinstance(plan, GamePlan) else Sampler(plan, line)
 
 
 class GameSampler:
     """A sampler of games of several agents: as `Sampler`, with a Model and a Policy for each side. Weights come by
     `SIDE/name`, with the version of each side's as `SIDE/` alone."""
 
-    def __init__(self, plan: GamePlan):
+    def __init__(self, plan: GamePlan, lines: Mapping[str, Line] | None = None):
+        """lines: where inference is central, whom each side asks."""
         torch.set_num_threads(1)
-        self._plan = plan
+        self._plan, self._lines = plan, lines or {}
         torch.manual_seed(plan.seed)
         threads = max(1, cores() // plan.run.workers)
         env = make_vec(plan.env, seed=plan.seed, worker_index=plan.index, threads=threads, seating=plan.seating)
@@ -247,7 +248,7 @@ class GameSampler:
                 name,
                 side,
                 games,
-                acting_engine(model, policy, plan.run.record),
+                self._engine(name, model, policy),
                 policy,
                 RowsOfAll(plan.seed, mine, total * side.seats, i),
                 rewards=rewards if rewards.active else None,
@@ -263,13 +264,20 @@ class GameSampler:
         self.source.reset()
         self.laps, self._cores = Laps(), Cores(every=0.1)
 
+    def _engine(self, name: str, model: Any, policy: Any) -> Any:
+        line = self._lines.get(name)
+        if line is None:
+            return acting_engine(model, policy, self._plan.run.record)
+        return CentralEngine(line, 0, Answers(line), self._plan.life)
+
     def play(self, weights: Mapping[str, np.ndarray], clock: Clock, returns: Moments) -> Played:
         """Games with these weights, until one side has a piece."""
         self.laps.lap("idle")
         for name, seat in self.source.seats.items():
             mine = {k.removeprefix(f"{name}/"): x for k, x in weights.items() if k.startswith(f"{name}/")}
             seat.version = int(mine.pop(""))
-            load_weights(self.models[name], mine)
+            if name not in self._lines:
+                load_weights(self.models[name], mine)
             seat.set_clock(Clock(clock.env_steps, seat.version))
         self.laps.lap(WEIGHTS)
         pieces, counts = self.source.gather()
@@ -288,7 +296,7 @@ class GameSampler:
 
     def foreach_worker(self, fn: bytes) -> Any:
         policies = tuple(seat.policy for seat in self.source.seats.values())
-        worker = RolloutWorker(self._plan.index, (self.source.env,), self.models, policies)
+        worker = RolloutWorker(self._plan.index, (self.source.env,), None if self._lines else self.models, policies)
         return pickle.loads(fn)(worker)  # our own bytes, from our own parent
 
     def get_state(self) -> dict[str, Any]:

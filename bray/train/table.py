@@ -31,6 +31,7 @@ from bray.diagnosis.divergence import blame_policy
 from bray.envs.rewards import RewardTransform
 from bray.envs.table import ACTS, DEFAULT, NOBODY, TERMINATED, TRUNCATED, by_seat
 from bray.envs.vector import VecEnv
+from bray.inference.torch_engine import TorchEngine
 from bray.metrics.rows import side_key
 from bray.spec import SideSpec
 from bray.train.callbacks import CallbackList, EpisodeMetrics, EpisodeWatch
@@ -174,6 +175,7 @@ class SeatRollout(Rollout):
         self._needed: np.ndarray = np.zeros(0, np.int64)
         self._shown = np.zeros(n, bool)  # who acts, or shows a last observation
         self._shown_by_all = False
+        self._own_engine = isinstance(engine, TorchEngine)  # one for many workers has the rows of all seats
         self._nothing = np.zeros(n, np.float32), np.zeros(n, bool)
         self._level = True
         self._row = 0  # where all are, as long as they are level
@@ -218,7 +220,7 @@ class SeatRollout(Rollout):
         sizes, since each is recorded. Draws are of all seats, so that they do not depend on whose turn it is."""
         self._shown, self._rows = self.acts | self._final, None
         self._shown_by_all = False not in self._shown.tolist()
-        if not self._shown_by_all and type(self.policy).decide is Policy.decide:
+        if not self._shown_by_all and self._own_engine and type(self.policy).decide is Policy.decide:
             needed = self._needed = np.flatnonzero(self._shown)
             part = max(FEWEST, -(-self.num_seats // SIZES))
             size = max(1, -(-len(needed) // part)) * part

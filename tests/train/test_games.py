@@ -134,10 +134,12 @@ def test_games_are_collected_in_files_of_each_policy(tmp_path, capsys):
     assert "played to its end" in capsys.readouterr().err
 
 
-def test_workers_in_rounds_learn_what_one_process_does(tmp_path):
+@pytest.mark.parametrize("inference", ["worker", "central"])
+def test_workers_in_rounds_learn_what_one_process_does(tmp_path, inference):
     found = []
     for games, workers in ((4, 0), (2, 2)):
         made = {"env": TwoStep, "num_envs": games, "num_workers": workers, "path": tmp_path / str(workers), **SMALL}
+        made["inference"] = inference if workers else "worker"
         with bray.Experiment("PPO", **made) as exp:
             row = exp.fit({"env_steps_total": 500}, progress=False)
             found.append((weights_of(exp), row["agent_steps_total"], row["episodes_total"]))
@@ -215,7 +217,12 @@ def test_a_mapping_may_deal_agents_out_anew_in_each_game(tmp_path):
             ConfigError,
             "env.num_envs is of the game",
         ),
-        ({"inference": "central", "num_workers": 1}, ConfigError, "for games of one agent"),
+        ({"inference": "central", "num_workers": 0}, ConfigError, "central is for workers"),
+        (
+            {"env_groups": 2, "inference": "central", "num_workers": 1},
+            ConfigError,
+            "env_groups is for environments of one",
+        ),
         ({"policies": {"one": "MAPPO", "two": "DQN"}}, ConfigError, "MAPPO's critic.*Nim declares none"),
         ({"env": {"frame_stack": 2}}, ConfigError, "env.frame_stack changes what one agent sees.*game of several"),
     ],
@@ -225,15 +232,6 @@ def test_mistakes_are_told_in_one_line(tmp_path, made, error, said):
     with pytest.raises(error, match=said) as raised, bray.Experiment(env=Nim, path=tmp_path, **given) as exp:
         exp.training  # noqa: B018
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(("key", "value"), [("eval_parallel", True), ("video_freq", 1)])
-def test_what_looks_at_one_agent_is_refused_before_a_game_begins(tmp_path, key, value):
-    said = f"run.{key} is for environments of one agent.*agent_games:Nim is a game of several.*eval_freq"
-    with bray.Experiment("PPO", Nim, path=tmp_path, eval_freq=1, **{key: value}) as exp:
-        with pytest.raises(ConfigError, match=said):
-            exp.fit({"env_steps_total": 100}, progress=False)
-        assert exp.training.env_steps == 0
 
 
 def test_agents_with_other_spaces_need_policies_of_their_own():
@@ -266,6 +264,44 @@ def test_an_environment_of_one_agent_is_made_once_to_be_played(tmp_path):
     with bray.Experiment("PPO", Counted, num_envs=2, path=tmp_path, **placed, **SMALL) as exp:
         exp.training  # noqa: B018
     assert Counted.made == 2
+
+
+@pytest.mark.slow
+def test_two_policies_of_a_game_are_computed_where_they_learn(tmp_path):
+    made = {"num_envs": 2, "num_workers": 2, "inference": "central", "iteration_steps": 200, **AGAINST}
+    with bray.Experiment(env=Nim, path=tmp_path, **made) as exp:
+        row = exp.fit({"env_steps_total": 800}, progress=False)
+        assert exp.foreach_worker(lambda worker: worker.model) == [None, None]
+        assert all(server.forwards > 50 for server in exp.training.central.values())
+    assert row["side/one/learner_steps_total"] > 0
+    assert row["side/two/learner_steps_total"] > 0
+    assert row["agent/first/return_mean"] == -row["agent/second/return_mean"]
+
+
+class Drawn(Nim):
+    """Shows how many sticks are left."""
+
+    def render(self):
+        return np.full((16, 16, 3), 20 * self._left, np.uint8)
+
+
+def pairs(agent, game):
+    return {"first": "one", "second": "two"}[agent]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [False, True])
+def test_games_are_evaluated_and_filmed_while_their_policies_train(tmp_path, beside):
+    made = {"env": Drawn, "num_envs": 4, "eval_freq": 1, "eval_episodes": 4, "video_freq": 2, "iteration_steps": 200}
+    made |= {"policies": AGAINST["policies"], "policy_mapping": "tests.train.test_games:pairs", "eval_parallel": beside}
+    with bray.Experiment(path=tmp_path, **made) as exp:
+        rows = list(exp.train({"training_iteration": 2}))
+        last = exp.evaluate(4)
+    found = rows[-1]
+    assert found["eval/agent/first"] == -found["eval/agent/second"] == found["side/one/eval/return_mean"]
+    assert found["eval/agent/first"] == last["eval/agent/first"]
+    assert found["eval/env_steps"] == found["env_steps_total"]
+    assert (tmp_path / found["video"]).stat().st_size > 500
 
 
 SHARED = {

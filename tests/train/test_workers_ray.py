@@ -15,6 +15,7 @@ from benchmarks.scale_ray import Inputs, enough, reach
 from bray.cluster import ray_workers
 from bray.cluster.machine import Machine
 from bray.config import ConfigSource
+from bray.envs.agent_games import Nim
 from bray.errors import ConfigError, EnvError, ResourceError
 from tests.envs_for_tests import Phased
 from tests.ray_for_tests import start_shared_ray, stop_shared_ray
@@ -54,6 +55,22 @@ def test_the_run_of_one_process_and_a_worker_that_is_killed(shared_ray, caplog):
     with pytest.raises(EnvError, match=r"(?s)rollout worker 1 .*max_worker_restarts=1 are used up"):
         exp.training.iterate()
     exp.close()
+
+
+@pytest.mark.slow
+def test_games_of_several_agents_are_those_of_processes(shared_ray, tmp_path):
+    small = {"rollout_length": 16, "epochs": 2, "minibatches": 2}
+    made = {"policies": {"first": {"config": small}, "second": {"config": small}}, "num_envs": 2, "num_workers": 2}
+    found = []
+    for cluster in (None, "ray"):
+        told = {**made, "cluster": cluster, "path": tmp_path / str(cluster), "iteration_steps": 100}
+        with bray.Experiment("PPO", Nim, **told) as exp:
+            exp.fit({"env_steps_total": 300}, progress=False)
+            found.append(exp.training.weights())
+            where = exp.training.describe()
+    assert where == "2 workers on ray with 2 games of 2 agents each"
+    for side in found[0]:
+        assert all(np.array_equal(x, found[1][side][name]) for name, x in found[0][side].items())
 
 
 class OnlyHere(Phased):
