@@ -271,6 +271,10 @@ class Serve(Logging):
 
     words: Annotated[list[str], Flag(metavar="RUN_DIR...", argument=True)]
     """Run directories (NAME=RUN_DIR names one), and KEY=VALUE for any setting."""
+    player: Annotated[str | None, Flag(metavar="NAME")] = None
+    """Of a run that plays itself: this player, such as default@400 (`bray league RUN_DIR` lists them)."""
+    rating: float | None = None
+    """Of a run that plays itself: the player whose rating is nearest to this."""
     sample: Hidden = False
     """The old name of --act sample."""
 
@@ -414,6 +418,30 @@ class Plot(Options):
     """Draw a line at this return."""
     quiet: bool = False
     """Say the name of the file alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class League(Reading):
+    """Rank the players of a run that plays itself: ratings, who beats whom, when each was frozen.
+
+    A player is `default` (the newest weights), `default@STEP` (a snapshot), random, module:function, or another run
+    directory.
+    """
+
+    path: RunDirectory
+    """A run directory of `bray train --self-play`."""
+    players: Annotated[list[str] | None, Flag(metavar="A B", argument=True)] = None
+    """With --play: who."""
+    play: bool = False
+    """Play two players against each other, both drawing their actions: bray league RUN_DIR --play A B"""
+    games: Count = 200
+    """So many games, seats in turn."""
+    seed: Whole = 0
+    """Of these games."""
+    top: Count = 10
+    """Players in the ranking."""
+    plot: bool = False
+    """Draw RUN_DIR/figures/ratings.png and payoff.png."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -579,6 +607,7 @@ COMMANDS: dict[str, tuple[type[Options], str]] = {
     "render": (Render, "bray.cli.render:render"),
     "runs": (Runs, "bray.cli.runs:runs"),
     "plot": (Plot, "bray.cli.plot:plot"),
+    "league": (League, "bray.cli.league:league"),
     "algos": (Algos, "bray.cli.algos:algos"),
     "envs": (Envs, "bray.cli.listing:envs"),
     "check-env": (CheckEnv, "bray.cli.listing:check_env"),

@@ -762,17 +762,22 @@ class Experiment:
             self._run.close()
 
 
-def opponent_of(name: str, spec: EnvSpec) -> Player:
+def opponent_of(name: str, spec: EnvSpec, trust: Answer = False) -> Player:
     """Who plays by this name, in a game with these spaces: a name of `load_opponent`, or the directory of a run."""
     if not Path(name).is_dir():
         return load_opponent(name, spec)
-    served = Experiment.load(name, plays=False).served
+    served = Experiment.load(name, trust=trust, plays=False).served
     if (served.spec.observation, served.spec.action) != (spec.observation, spec.action):
         raise ConfigError(f"opponent {name}: it was trained for other spaces than this game has")
     return Player(served.engine, served.policy, served.initial_state, SAMPLE)
 
 
 def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any]:
-    """A run's Model in torch and its Policy, for a service."""
-    served = Experiment.load(path, step, trust=trust, plays=False).served
+    """A run's Model in torch and its Policy, for a service; of a checkpoint, or of a version without one, such as a
+    snapshot."""
+    directory = RunDir.open(path)
+    known = step in directory.steps()
+    served = Experiment.load(path, step if known else "latest", trust=trust, plays=False).served
+    if not known:
+        load_weights(served.model, directory.load_weights(step, directory.model_name()))
     return served.engine, served.policy

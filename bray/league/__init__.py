@@ -9,14 +9,15 @@ and of snapshots (`log.py`). A league that was killed is what its log says; a ch
 way.
 """
 
-from bray.league.league import Job, League, Outcome, PlayerRef, Snapshot
-from bray.league.log import ResultLog
+from bray.league.league import Job, League, Outcome, PlayerRef, Snapshot, read_league
+from bray.league.log import IN_RUN, ResultLog
 from bray.league.matchmaking import pfsp
 from bray.league.payoff import Payoff
 from bray.league.players import KINDS, Player, make_players
 from bray.league.ratings import Rating, elo, fit_elo, rate
 
 __all__ = [
+    "IN_RUN",
     "KINDS",
     "Job",
     "League",
@@ -32,4 +33,5 @@ __all__ = [
     "make_players",
     "pfsp",
     "rate",
+    "read_league",
 ]

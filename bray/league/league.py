@@ -8,6 +8,7 @@ import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from bray.errors import ConfigError, DataError, UnknownName
 from bray.league.log import Event, ResultLog
 from bray.league.payoff import DRAW, LOSS, WIN, Payoff, Record
 from bray.league.players import Player, PlayerRef, kind_of
-from bray.league.ratings import TAU, Rating, rate
+from bray.league.ratings import TAU, Rating, fit_elo, rate
 
 logger = logging.getLogger("bray")
 
@@ -53,6 +54,19 @@ class Snapshot(NamedTuple):
     ref: PlayerRef
     anew: bool = False
     """Whether the player then goes on from the weights that it began with."""
+
+
+class Rank(NamedTuple):
+    """How strong a player is."""
+
+    ref: PlayerRef
+    games: int
+    """Against other players."""
+    rating: Rating
+    elo: float
+    """Of all results together, in which newer games weigh more."""
+    half: float
+    """Half the width of its 95 % interval."""
 
 
 class Match(Protocol):
@@ -93,11 +107,6 @@ class League:
         min_games: int = 8,
     ):
         self.players, self.agents, self.log = dict(players), list(agents), log or ResultLog()
-        if not self.players or len(self.agents) < 2:
-            raise ConfigError(
-                f"a league needs a player that learns and a game of at least two agents, got {list(self.players)} and "
-                f"agents {self.agents}"
-            )
         self._payoff = decay, min_games
         self._forget()
 
@@ -141,6 +150,28 @@ class League:
     def rating(self, player: PlayerRef) -> Rating:
         return self.ratings[self._numbers[player]]
 
+    def sides(self) -> list[str]:
+        """The names of players that learn, or have learnt."""
+        return [ref.side for ref in self.refs if ref.step is None]
+
+    def ranking(self, most: int = 200) -> list[Rank]:
+        """All players, the strongest first. Elo ratings are fitted to the results of the `most` that have played most
+        games; NaN for the others."""
+        games = [self.payoff.games(number) for number in range(len(self.refs))]
+        fitted = sorted((n for n, played in enumerate(games) if played), key=lambda n: -games[n])[:most]
+        points = np.zeros((len(fitted), len(fitted)))
+        for i, a in enumerate(fitted):
+            for j, b in enumerate(fitted):
+                record = self.payoff.record(a, b)
+                points[i, j] = record.wins + 0.5 * record.draws
+        elo, half = fit_elo(points) if fitted else (np.zeros(0), np.zeros(0))
+        at = {number: i for i, number in enumerate(fitted)}
+        ranks = [
+            Rank(ref, games[n], self.ratings[n], *((elo[at[n]], half[at[n]]) if n in at else (math.nan, math.nan)))
+            for n, ref in enumerate(self.refs)
+        ]
+        return sorted(ranks, key=lambda rank: -rank.rating.mu)
+
     def find(self, name: str) -> PlayerRef:
         """A player by its name, of all that were ever seen."""
         ref = PlayerRef.parse(name)
@@ -152,6 +183,11 @@ class League:
 
     def job(self, rng: np.random.Generator) -> Job:
         """The next match: one that was given back, or a new one."""
+        if not self.players or len(self.agents) < 2:
+            raise ConfigError(
+                f"a league needs a player that learns and a game of at least two agents, got {list(self.players)} and "
+                f"agents {self.agents}"
+            )
         if self._again:
             seats = self._again.popleft()
         else:
@@ -330,3 +366,12 @@ def _plain(seats: Mapping[str, PlayerRef]) -> dict[str, str]:
 
 def _seats(seats: Mapping[str, str]) -> dict[str, PlayerRef]:
     return {agent: PlayerRef.parse(name) for agent, name in seats.items()}
+
+
+def read_league(path: str | Path) -> League:
+    """What a log says, to look at: nobody draws matches."""
+    if not Path(path).exists():
+        raise DataError(f"{path} is missing: it is written where a policy plays itself (bray train --self-play)")
+    league = League({}, (), ResultLog(path))
+    league.restart()
+    return league

@@ -23,6 +23,8 @@ from bray.rundir.reader import open_plain
 
 logger = logging.getLogger("bray")
 
+IN_RUN = "league/results.jsonl"
+"""Where the log of a run is, in its directory."""
 _KEPT = "the results so far are kept"
 MOST_LINE = 1 << 20
 """Bytes of a line."""

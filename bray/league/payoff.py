@@ -85,6 +85,10 @@ class Payoff:
     def win_rate(self, a: int, b: int) -> float:
         return float(self.win_rates(a, [b])[0])
 
+    def games(self, a: int) -> int:
+        """All that it has played."""
+        return sum(self._games[pair if pair >= 0 else ~pair] for pair in self._pairs.get(a, {}).values())
+
     @property
     def pairs(self) -> int:
         """How many have met."""

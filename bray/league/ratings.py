@@ -52,7 +52,8 @@ def fit_elo(wins: np.ndarray, beta: float = ELO_BETA) -> tuple[np.ndarray, np.nd
         x += step
         if np.abs(step).max() < 1e-10:
             break
-    half = 1.96 * np.sqrt(np.diag(np.linalg.inv(information)))
+    centred = np.eye(n) - 1.0 / n  # where all are together is not uncertain
+    half = 1.96 * np.sqrt(np.diag(centred @ np.linalg.inv(information) @ centred))
     return ELO + (x - x.mean()) / scale, half / scale
 
 

@@ -368,13 +368,19 @@ class InTurns:
 
 
 def play_two(
-    one: Player, other: Player, env: EnvConfig, agents: Sequence[str], games: int, seed: int = EVAL_SEED
+    one: Player,
+    other: Player,
+    env: EnvConfig,
+    agents: Sequence[str],
+    games: int,
+    seed: int = EVAL_SEED,
+    mode: str = GREEDY,
 ) -> list[tuple[Match, str]]:
-    """Greedy games of two players, who change seats after each, with the agent that the first one was. Of more agents,
-    the other player decides for all the rest."""
+    """Games of two players, who change seats after each, with the agent that the first one was. Of more agents, the
+    other player decides for all the rest."""
     seating = Seating(("one", "other"), InTurns(agents, "one", "other"))
     with make_vec(eval_config(env, min(games, 16)), seed=seed, seating=seating) as envs:
-        matches = play_games(envs, {"one": one, "other": other}, games, seed)
+        matches = play_games(envs, {"one": one, "other": other}, games, seed, mode)
     return [(m, next(agent for agent, name in m.players.items() if name == "one")) for m in matches]
 
 

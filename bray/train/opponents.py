@@ -61,7 +61,7 @@ def load_opponent(name: str, spec: EnvSpec) -> Player:
     if name == RANDOM:
         return anybody
     if ":" not in name:
-        raise UnknownName("opponent", name, (RANDOM, FIRST), "run.self_play.opponents (or module:function, or a run)")
+        raise UnknownName("opponent", name, (RANDOM, FIRST), "or module:function, or the directory of a run")
     function = load_named(name, "opponent", "run.self_play.opponents", {})
     if not callable(function):
         raise ConfigError(f"run.self_play.opponents: {name} is no function of (obs, rng)")

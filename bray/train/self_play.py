@@ -27,7 +27,7 @@ from bray.data.piece import Piece
 from bray.envs.vector import VecEnv
 from bray.errors import CheckpointError
 from bray.inference.torch_engine import load_weights
-from bray.league import League, Outcome, PlayerRef, ResultLog, make_players
+from bray.league import IN_RUN, League, Outcome, PlayerRef, ResultLog, make_players
 from bray.rundir import RunDir
 from bray.train.acting import Player, player_of
 from bray.train.config import SelfPlayConfig
@@ -39,8 +39,6 @@ logger = logging.getLogger("bray")
 
 LIVE = -1
 """In the place of a snapshot's version: the weights that learn."""
-LOG = "league/results.jsonl"
-"""In the run directory."""
 
 
 class Snapshots:
@@ -194,7 +192,7 @@ class LeagueSource(TableSource):
 
     def keep_in(self, directory: RunDir) -> None:
         """Where results and snapshots are written."""
-        self.league.log.keep_in(directory.path / LOG)
+        self.league.log.keep_in(directory.path / IN_RUN)
         self.snapshots.keep_in(directory)
 
     def first(self) -> Player:

@@ -299,12 +299,12 @@ def test_a_player_of_ones_own():
         ({"a": {"kind": "self_play", "weighting": "cubed"}}, "squared"),
         ({"a": {"kind": "self_play", "newest": 1.5}}, "newest from 0 to 1"),
         ({"a@1": "main"}, "without @"),
-        ({}, "needs a player"),
+        ({}, "needs a player that learns"),
     ],
 )
 def test_wrong_players_are_refused(players, message):
     with pytest.raises(BrayError, match=message):
-        a_league(players)
+        a_league(players).job(np.random.default_rng(0))
 
 
 def test_unknown_branches_are_named():

@@ -1,0 +1,137 @@
+"""`bray league`: the players of a run that plays itself: how strong each is, who beats whom, when each was frozen."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+
+from bray import figures
+from bray.act import SAMPLE
+from bray.cli.options import League as Options
+from bray.cli.show import facts, log_shown, plain_table, put, say, trusting
+from bray.data.piece import DEFAULT
+from bray.errors import ConfigError
+from bray.experiment import Experiment
+from bray.experiment.experiment import opponent_of
+from bray.inference.torch_engine import load_weights
+from bray.league import IN_RUN, League, PlayerRef, read_league
+from bray.rundir import RunDir
+from bray.train.acting import Player, player_of
+from bray.train.games import play_two
+from bray.train.table import outcome
+
+_WIDE = 8  # players in a table of who beats whom
+_DRAWN = 30  # in a picture
+
+
+@log_shown()
+def league(options: Options) -> int:
+    """Say what the log of a run knows, draw it, or play two of its players."""
+    names = options.players or []
+    if options.play != bool(names) or (names and len(names) != 2):
+        raise ConfigError("two players play each other: bray league RUN_DIR --play A B")
+    if names:
+        _play(options, *names)
+        return 0
+    directory = RunDir.open(options.path)
+    found = read_league(directory.path / IN_RUN)
+    _ranking(found, options.top)
+    _payoff(found)
+    facts([(f"snapshots of {side}", _lineage(found, side)) for side in found.sides()])
+    if options.plot:
+        _plot(found, directory)
+    return 0
+
+
+def _ranking(found: League, top: int) -> None:
+    ranks, steps = found.ranking(), {event.snapshot: event.steps for event in found.lineage}
+    table = plain_table("player", ">frozen at step", ">games", ">rating", ">± 95 %", ">Elo of all results", ">± 95 %")
+    for rank in ranks[:top]:
+        name = str(rank.ref)
+        of_all = ("–", "–") if math.isnan(rank.elo) else (f"{rank.elo:,.0f}", f"{rank.half:,.0f}")
+        rating = f"{rank.rating.elo:,.0f}", f"{rank.rating.half:,.0f}"
+        table.add_row(name, f"{steps[name]:,}" if name in steps else "learns", f"{rank.games:,}", *rating, *of_all)
+    put(table)
+    if len(ranks) > top:
+        say(f"... {len(ranks) - top:,} more (--top N)", "dim")
+
+
+def _most_played(found: League, most: int) -> list[PlayerRef]:
+    """Players that have met others, in the order of their ratings."""
+    ranks = [rank for rank in found.ranking() if rank.games]
+    kept = {rank.ref for rank in sorted(ranks, key=lambda rank: -rank.games)[:most]}
+    return [rank.ref for rank in ranks if rank.ref in kept]
+
+
+def _rates(found: League, refs: list[PlayerRef]) -> tuple[np.ndarray, np.ndarray]:
+    """How often each wins against each other, a draw being half a win, and of how many games."""
+    records = [[found.record(a, b) for b in refs] for a in refs]
+    games = np.array([[record.games for record in row] for row in records])
+    points = [[record.wins + 0.5 * record.draws for record in row] for row in records]
+    counts = [[max(sum(record[:3]), 1e-9) for record in row] for row in records]
+    return np.array(points) / np.array(counts), games
+
+
+def _payoff(found: League) -> None:
+    refs = _most_played(found, _WIDE)
+    if len(refs) < 2:
+        return
+    rates, games = _rates(found, refs)
+    table = plain_table("% won by", *(f">{ref}" for ref in refs))
+    for i, ref in enumerate(refs):
+        table.add_row(str(ref), *(f"{100 * x:.0f}" if n else "" for x, n in zip(rates[i], games[i], strict=True)))
+    put(table)
+
+
+def _lineage(found: League, side: str) -> str:
+    """`@0 → @320 → | @640`: after the bar it went on from the weights that it began with."""
+    mine = [event for event in found.lineage if PlayerRef.parse(event.snapshot or "").side == side]
+    said = [f"@{(e.snapshot or '').partition('@')[2]}{' |' if e.anew else ''}" for e in mine]
+    return " → ".join(said if len(said) <= _WIDE else [*said[:2], f"... {len(said) - 6} ...", *said[-4:]])
+
+
+def _plot(found: League, directory: RunDir) -> None:
+    refs, folder = _most_played(found, _DRAWN), directory.folder("figures")
+    title = f"{directory.path.name}: "
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    for event in found.lineage:
+        ref = PlayerRef.parse(event.snapshot or "")
+        rating = found.rating(ref)
+        points.setdefault(ref.side, []).append((event.steps, rating.elo, rating.half))
+    curve = figures.read_results(directory.path)
+    drawn = [figures.ratings(folder / "ratings.png", curve, points, f"{title}ratings")]
+    if len(refs) > 1:
+        drawn.append(
+            figures.win_rates(folder / "payoff.png", list(map(str, refs)), *_rates(found, refs), f"{title}% won")
+        )
+    facts([("picture", path) for path in drawn])
+
+
+def _play(options: Options, one: str, other: str) -> None:
+    exp = Experiment.load(options.path, trust=trusting(options))
+    if not exp.is_game:
+        raise ConfigError(f"{options.path}: {exp.env_id} is a game of one agent, so nobody plays against anybody")
+    a, b = _player(exp, options, one), _player(exp, options, other)
+    agents, env = exp.spec_of().agents, exp.config["env"]
+    matches = play_two(a, b, env, agents, options.games, options.seed, SAMPLE)
+    outcomes = [outcome(match, (mine,)) for match, mine in matches]
+    points = np.array(outcomes) / 2 + 0.5
+    half = 1.96 * points.std() / math.sqrt(len(points))
+    counts = ", ".join(f"{outcomes.count(k)} {name}" for k, name in ((1, "won"), (0, "drawn"), (-1, "lost")))
+    say(
+        f"{one} against {other}: {counts} of {len(matches)} games, seats in turn: {points.mean():.1%} ± {half:.1%}",
+        "bold",
+    )
+    exp.close()
+
+
+def _player(exp: Experiment, options: Options, name: str) -> Player:
+    served, (side, at, _) = exp.served, name.partition("@")
+    if side != DEFAULT:
+        return opponent_of(name, served.spec, trusting(options))
+    model = copy.deepcopy(served.model)
+    if at:
+        load_weights(model, RunDir.open(options.path).load_weights(PlayerRef.parse(name).step or 0))
+    return player_of(model, copy.deepcopy(served.policy))

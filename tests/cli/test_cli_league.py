@@ -1,0 +1,113 @@
+"""`bray league`, and serving a player of a run that plays itself."""
+
+import json
+
+import numpy as np
+import pytest
+
+import bray
+from bray.cli.main import main
+from bray.config import to_plain
+from bray.envs.agent_games import Nim
+from bray.inference.torch_engine import load_weights
+from bray.league import IN_RUN, read_league
+
+NIM = "bray.envs.agent_games:Nim"
+SMALL = {"rollout_length": 16, "epochs": 2, "minibatches": 2, "num_envs": 4, "iteration_steps": 100}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("league") / "run"
+    with bray.Experiment("PPO", NIM, path=path, self_play={"snapshot_every": 150}, **SMALL) as exp:
+        exp.fit({"env_steps_total": 1500}, progress=False)
+    return path
+
+
+def test_the_ranking_the_payoff_and_the_lineage(run, capsys):
+    assert main(["league", str(run), "--top", "4"]) == 0
+    out, found = capsys.readouterr().out, read_league(run / IN_RUN)
+    ranks = found.ranking()
+    assert [rank.rating.elo for rank in ranks] == sorted((rank.rating.elo for rank in ranks), reverse=True)
+    results = [json.loads(line) for line in (run / IN_RUN).read_text().splitlines()]
+    met = [set(e["seats"].values()) for e in results if len(set(e.get("seats", {}).values())) == 2]
+    assert sum(rank.games for rank in ranks) == 2 * len(met)
+    lines = out.splitlines()
+    for rank in ranks[:4]:
+        row = next(line for line in lines if line.split()[:1] == [str(rank.ref)])
+        assert f"{rank.rating.elo:,.0f}" in row
+        assert f"{rank.games:,}" in row
+    assert f"... {len(ranks) - 4} more" in out
+    assert "snapshots of default" in out
+    assert "@0 \N{RIGHTWARDS ARROW} " in out
+    name = next(str(ref) for ref in found.refs if ref.step and found.record(found.find("default"), ref).games)
+    record = found.record(found.find("default"), found.find(name))
+    assert f"{100 * (record.wins + record.draws / 2) / sum(record[:3]):.0f}" in out
+
+
+def test_pictures(run, capsys):
+    assert main(["league", str(run), "--plot"]) == 0
+    assert "payoff.png" in capsys.readouterr().out
+    for name in ("ratings.png", "payoff.png"):
+        assert (run / "figures" / name).stat().st_size > 10_000
+
+
+def test_two_players_play(run, capsys):
+    assert main(["league", str(run), "--play", "default", "default@0", "--games", "20"]) == 0
+    assert "of 20 games, seats in turn" in capsys.readouterr().out
+    assert main(["league", str(run), "--play", "default@0", str(run), "--games", "4"]) == 0
+    assert main(["league", str(run), "--play", "random", "random", "--games", "400"]) == 0
+    share = float(capsys.readouterr().out.rpartition("turn: ")[2].partition("%")[0])
+    assert share == pytest.approx(50, abs=10)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--play", "default"], "two players"),
+        (["default", "random"], "two players"),
+        (["--play", "default", "default@7"], "7.safetensors is missing"),
+        (["--play", "default", "nobody"], "first, random"),
+    ],
+)
+def test_wrong_players_are_named(run, words, message, capsys):
+    assert main(["league", str(run), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_play_itself(tmp_path, capsys):
+    with bray.Experiment("PPO", Nim, path=tmp_path / "run", **SMALL) as exp:
+        exp.save()
+    assert main(["league", str(tmp_path / "run")]) == 2
+    assert "--self-play" in capsys.readouterr().err
+
+
+def test_a_player_is_served(run, monkeypatch, capsys):
+    served = []
+    monkeypatch.setattr(
+        "bray.cli.serve.serve_runs", lambda runs, service, model, *_: served.append(model.versions) or 0
+    )
+    found = read_league(run / IN_RUN)
+    weakest = min(found.refs, key=lambda ref: found.rating(ref).elo)
+    assert main(["serve", str(run), "--player", "default@0"]) == 0
+    assert main(["serve", str(run), "--player", "default"]) == 0
+    assert main(["serve", str(run), "--rating", "-3000"]) == 0
+    assert served == [{"0": 1.0}, {"latest": 1.0}, {"latest" if weakest.step is None else str(weakest.step): 1.0}]
+    assert f"{weakest}, rating" in capsys.readouterr().out
+    assert main(["serve", str(run), "--player", "default@1"]) == 2
+    assert main(["serve", str(run), "--player", "default", "--version", "best"]) == 2
+
+
+def test_a_snapshot_answers_as_its_weights_do(run):
+    """Any one, of a checkpoint or not."""
+    with bray.Experiment.load(run) as exp:
+        steps = [ref.step for ref in read_league(run / IN_RUN).past()]
+        assert not set(steps) <= set(bray.rundir.RunDir.open(run).steps())
+        seen = [exp.served.spec.observation.sample(np.random.default_rng(i)) for i in range(6)]
+        asked = {"port": 0, "admin_port": 0, "block": False, "engine": "torch"}
+        for step in (steps[0], steps[-2]):
+            load_weights(exp.served.model, bray.rundir.RunDir.open(run).load_weights(step))
+            expected = [int(exp.policy(obs)) for obs in seen]
+            with exp.serve(**asked, versions={str(step): 1.0}) as server, bray.Client(port=server.port) as client:
+                client.start()
+                assert [client.tick(to_plain(obs))["action"] for obs in seen] == expected
