@@ -118,6 +118,22 @@ TABLE = {
     **ONE,
 }
 RPS = {**TABLE, "env_config": {"game": "biased_rps"}}
+POKER = {
+    "num_envs": 256,
+    "rollout_length": 16,
+    "epochs": 4,
+    "minibatches": 4,
+    "lr": {"kind": "linear", "start": 2e-3, "end": 5e-5, "steps": 2_000_000},
+    "gamma": 1.0,
+    "lambda_": 1.0,
+    "entropy_coef": 0.0,
+    "magnet_coef": 0.5,
+    "magnet": "slow",
+    "magnet_tau": 0.05,
+    "fcnet_hiddens": [128, 128],
+    **ONE,
+}
+"""Of the preset for Kuhn poker, with more rows; not tuned."""
 DRAWN = {"entropy_coef": 0.0, "magnet_coef": 0.5, "magnet": "slow", "magnet_tau": 0.05}
 
 CASES = {
@@ -170,6 +186,7 @@ CASES = {
     "atoc-spread": Case("ATOC", SPREAD, ABOVE_RANDOM, 50_000, 10, 3, MANY, must="end above"),
     "ppo-kuhn": Case("PPO", KUHN, -0.1, 500_000, 20, 3, ONE, "end above", judge=minus_nash_conv),
     "ppo-kuhn-plain": Case("PPO", KUHN, -0.1, 500_000, 20, 3, {**ONE, **PLAIN}, "stay below", judge=minus_nash_conv),
+    "ppo-leduc": Case("PPO", LEDUC, -1.0, 2_000_000, 50, 3, POKER, "end above", judge=minus_nash_conv),
     "nfsp-kuhn": Case("NFSP", KUHN, -0.3, 300_000, 10, 3, ONE, "end above", judge=minus_nash_conv),
     "ppo-rps": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, {**RPS, **DRAWN}, "end above", judge=minus_distance),
     "ppo-rps-plain": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, RPS, "stay below", judge=minus_distance),
