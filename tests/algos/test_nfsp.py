@@ -11,8 +11,9 @@ import bray
 from bray.act import GREEDY, SAMPLE, TRAINED, Clock, Tick
 from bray.algos import nfsp
 from bray.data.reservoir import KEEP, Reservoir
-from bray.envs.agent_games import Nim
+from bray.envs.agent_games import Matrix, Nim
 from bray.errors import CheckpointError, ConfigError
+from bray.experiment.exploitability import probabilities
 from bray.nn import ModelConfig
 from bray.spec import EnvSpec, Space
 
@@ -160,3 +161,15 @@ def test_what_it_is_not_for():
         bray.Experiment("NFSP", Nim, use_lstm=True).training  # noqa: B018
     with pytest.raises(ConfigError, match="live games come and go"):
         nfsp.experience(nfsp.Config(), SPEC, SMALL).check_live()
+
+
+def test_the_average_comes_to_an_equilibrium():
+    """Rock, paper, scissors with an equilibrium of 1/4, 1/2, 1/4: no policy of one moment, but the average of them."""
+    config = {"batch_size": 64, "train_every": 32, "updates": 1, "replay_size": 4000, "target_period": 50}
+    config |= {"lr": 5e-3, "average_lr": 2e-3, "anticipation": 0.3, "epsilon": 0.05, "learning_starts": 500}
+    with bray.Experiment("NFSP", Matrix, use_preset=False, num_envs=32, fcnet_hiddens=[16], config=config) as exp:
+        for _ in range(20):
+            exp.training.iterate()
+        (player,) = exp.players(exp.spec_of()).values()
+        average = probabilities(player, np.eye(2, dtype=np.float32), SAMPLE)
+    np.testing.assert_allclose(average, [[0.25, 0.5, 0.25]] * 2, atol=0.08)
