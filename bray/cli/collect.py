@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from bray import tree
 from bray.act import GREEDY
 from bray.cli.data import write_as
 from bray.cli.options import Collect
@@ -26,6 +25,7 @@ from bray.rundir import RunDir
 from bray.spec import Space
 from bray.train.callbacks import CallbackList, Callbacks
 from bray.train.evaluate import EVAL_SEED, eval_config, trained
+from bray.train.output import EpisodeRows, as_episode
 from bray.train.rollout import Step
 from bray.train.table import Match
 
@@ -90,7 +90,7 @@ def episodes(
         if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
             raise CheckpointError("the environment has other spaces than the policy was trained for")
         left = [count // env.num_envs + (b < count % env.num_envs) for b in range(env.num_envs)]
-        rows: list[list[dict[str, Any]]] = [[] for _ in left]
+        rows = EpisodeRows()
         rollout = trained(env, served.engine, served.policy, seed, act, served.initial_state)
         while any(left):
             step = rollout.step()
@@ -104,18 +104,14 @@ def episodes(
             }
             if (logp := _log_probability(step, taken, env.spec.action, noise, act != GREEDY)) is not None:
                 columns["logp"] = logp
-            for b in range(env.num_envs):
-                if left[b] and step.valid[b]:
-                    rows[b].append(tree.map(lambda x, b=b: np.array(x[b]), columns))
+            rows.add(columns, step.valid & (np.array(left) > 0), step.first)
             for b, _, _ in rollout.ended:
-                if left[b]:
+                if left[b] and (episode := rows.end(b, rollout.obs)) is not None:
                     left[b] -= 1
-                    yield _episode(rows[b], tree.map(lambda x, b=b: np.array(x[b]), rollout.obs))
-                    rows[b] = []
+                    yield episode
             if rollout.env_steps == steps:
-                if rows[0]:
-                    rows[0][-1]["truncated"] = np.array(True)
-                    yield _episode(rows[0], tree.map(lambda x: np.array(x[0]), rollout.obs))
+                if (episode := rows.end(0, rollout.obs, cut=True)) is not None:
+                    yield episode
                 return
 
 
@@ -144,7 +140,7 @@ class AgentEpisodes(Callbacks):
         for agent, terminated in episode.ended.items():
             mine = rows.pop(agent)
             mine[-1]["terminated" if terminated else "truncated"] = True
-            whole = _episode([tree.map(np.array, row) for row in mine], tree.map(np.array, seen[agent]))
+            whole = as_episode([tree.map(np.array, row) for row in mine], tree.map(np.array, seen[agent]))
             self._write(episode.policies[agent], whole | {"reward": whole["reward"].astype(np.float32)})
 
     def on_episode_end(self, episode: Any) -> None:
@@ -174,11 +170,6 @@ def collect_games(
         folder.mkdir(parents=True, exist_ok=True)
         RunDir(folder).write_spec(spec.sides[name].spec)
     return matches, [path for writer in writers.values() for path in writer.paths], steps
-
-
-def _episode(rows: list[dict[str, Any]], final: Any) -> Episode:
-    out: Episode = {k: tree.stack([r[k] for r in rows]) for k in rows[0] if k != "obs"}
-    return {"obs": tree.stack([*(r["obs"] for r in rows), final]), **out}
 
 
 @log_shown()

@@ -47,14 +47,14 @@ Episode = dict[str, NestedArray]
 
 
 class EpisodeWriter:
-    """Writes `<prefix>-00000.episodes`, `-00001`, ... with at most `per_file` episodes each. Numbering goes on after
-    the files that are there. A file has its name only when it is whole; leaving the `with` block finishes the last one,
-    also after an error, since the episodes written so far are complete."""
+    """Writes `<prefix>-00000.episodes`, `-00001`, ... with at most `per_file` episodes each, or until one has
+    `most_bytes`. Numbering goes on after the files that are there. A file has its name only when it is whole; leaving
+    the `with` block finishes the last one, also after an error, since the episodes written so far are complete."""
 
-    def __init__(self, prefix: Path | str, per_file: int = PER_FILE):
+    def __init__(self, prefix: Path | str, per_file: int = PER_FILE, most_bytes: int | None = None):
         if per_file < 1:
             raise DataError(f"per_file is at least 1, got {per_file}")
-        self.prefix, self.per_file = Path(prefix), per_file
+        self.prefix, self.per_file, self.most_bytes = Path(prefix), per_file, most_bytes
         self.paths: list[Path] = []
         """Finished files."""
         self._file: Any = None
@@ -77,7 +77,8 @@ class EpisodeWriter:
             self._file.write(_HEAD)
         self._index.append((self._file.tell(), len(block), len(raw), steps))
         self._file.write(block)
-        if len(self._index) == self.per_file:
+        full = self.most_bytes is not None and self._file.tell() >= self.most_bytes
+        if full or len(self._index) == self.per_file:
             self._finish()
 
     def close(self) -> None:

@@ -236,6 +236,11 @@ class Experiment:
 
     def _make_training(self) -> LocalTraining | LiveTraining | FileTraining | PolicyTrainings | GameTraining:
         c = self.config
+        if c["run"].output is not None and (self.is_game or self.live or self.from_files or self.policies):
+            raise ConfigError(
+                "run.output writes the episodes of one policy in environments of one agent that Bray steps, not those "
+                "of games of several agents, live games, files or several policies: leave it out"
+            )
         if self.is_game:
             setups = self.policies or {DEFAULT: Setup(self.algo, self.env_id, False, c)}
             home, learn = home_of(c["run"]), c["run"].policies_to_train

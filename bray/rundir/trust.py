@@ -143,6 +143,7 @@ ASKS: dict[str, Ask] = {
     "model.loss_terms": Ask(_IMPORT, When.MADE, _each_code),
     "run.cluster": Ask("start, or connect to,", When.TRAINS, _ray),
     "run.address": Ask("connect to Ray at", When.TRAINS, _given),
+    "run.output": Ask("write to", When.TRAINS, _given),
     "run.track": Ask("send results to", When.TRAINS, _given),
     "live.host": Ask(_LISTEN, When.TRAINS, _given),
     "live.port": Ask("listen on port", When.TRAINS, _given),
@@ -165,7 +166,8 @@ HARMLESS = {
     "run": """
         policies policies_to_train seed stop init_from init_map init_partial device threads record num_workers lockstep
         inference env_groups
-        worker_timeout_s max_worker_restarts num_cpus_per_worker num_gpus_per_worker object_store_mb iteration_steps
+        worker_timeout_s max_worker_restarts num_cpus_per_worker num_gpus_per_worker object_store_mb output_file_mb
+        iteration_steps
         eval_freq eval_episodes eval_parallel video_freq checkpoint_freq checkpoint_updates checkpoint_every_s
         keep_checkpoints keep_best checkpoint_score checkpoint_replay export_graph_after_s log_level save_figure
         show_figure

@@ -154,6 +154,12 @@ class RunConfig:
     object_store_mb: Annotated[Count | None, Excludes("address")] = None
     """Shared memory for weights and rows in a Ray that the run starts, in MB; null = as Ray decides, a third of the
     memory."""
+    output: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Write the episodes that are played while training there, as `bray collect` does: files of each worker, with
+    rewards as the environment gave them, to learn from with --data."""
+    output_file_mb: Count = 64
+    """Size at which a file of `output` is finished and the next one begins. What is in one that is not finished is lost
+    if its process is killed."""
     iteration_steps: Whole | None = None
     """Environment steps of an iteration, at least: one result row, and what `eval_freq` and `checkpoint_freq` count.
     PPO and its like end it with the rollout that passes them; 0 = each rollout is an iteration, or each step of all

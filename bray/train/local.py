@@ -28,6 +28,7 @@ from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import example_obs
 from bray.nn.shared import read_encoder
+from bray.rundir import RunDir
 from bray.spec import EnvSpec
 from bray.train.acting import acting_engine, initial_state
 from bray.train.central import CentralServer
@@ -36,6 +37,7 @@ from bray.train.device import is_picture, resolve_device, tune, use_threads
 from bray.train.driver import Driver
 from bray.train.evaluate import evaluate_model
 from bray.train.on_device import DeviceSource, why_not_on_device
+from bray.train.output import EpisodeOutput
 from bray.train.processes import Processes
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.sampler import SamplerPlan, group_numbers
@@ -150,6 +152,8 @@ class LocalTraining(Driver):
                 self._central.close()
             raise
         super().__init__([side], [source])
+        if run.output is not None:
+            RunDir(run.output).write_spec(self.spec)
 
     def _play_here(self, side: Side) -> EnvSource:
         run, env = self.run_config, self.env_config
@@ -164,6 +168,8 @@ class LocalTraining(Driver):
             rewards=rewards if rewards.active else None,
             initial_state=initial_state(side.model),
         )
+        if run.output is not None:
+            self.rollout.output = EpisodeOutput(run.output, 0, 0, run.output_file_mb)
         self.rollout.reset(run.seed)
         assert side.experience.piece_length is not None
         rows, state_every = side.experience.piece_length, side.experience.state_every

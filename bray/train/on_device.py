@@ -145,7 +145,7 @@ class DeviceSource(EnvSource):
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         rollout = self.rollout
-        if rollout.watch is not None:
+        if rollout.watch is not None or rollout.output is not None:
             return super().gather(timeout)
         if not self._columns_made:
             self._make_columns()

@@ -26,6 +26,7 @@ from bray.errors import ConfigError
 from bray.inference.torch_engine import TorchEngine
 from bray.rl.draws import use_compiled_draws
 from bray.train.callbacks import CallbackList, EpisodeMetrics, EpisodeWatch
+from bray.train.output import EpisodeOutput
 from bray.train.source import RolloutWorker, Source
 
 logger = logging.getLogger("bray")
@@ -99,6 +100,8 @@ class Rollout:
         self.seconds = {"env": 0.0, "forward": 0.0}
         self.watch: EpisodeWatch | None = None
         """Whom steps are told to, where callbacks want to know."""
+        self.output: EpisodeOutput | None = None
+        """Who writes the episodes to files, where that is asked for."""
         self._broken = False  # a step did not come to its end: nobody knows where the environments are
 
     @property
@@ -202,6 +205,8 @@ class Rollout:
         if env.spec.team:
             extras = {**extras, **_of_members(infos, env.num_envs, len(env.spec.team))}
         step = Step(obs, valid, tick.first, state, outputs, extras, learned, terminated, truncated, actions)
+        if self.output is not None:
+            self.output.add(step, reward, ends, self.obs)
         if self.watch is not None:
             self.watch.after_step(self, step, reward, infos)
         return step
@@ -520,6 +525,8 @@ class EnvSource(Source):
         return self.rollout.env.exact
 
     def close(self) -> None:
+        if self.rollout.output is not None:
+            self.rollout.output.close()
         self.rollout.env.close()
 
 

@@ -28,6 +28,7 @@ from bray.train.callbacks import CallbackList
 from bray.train.central import Answers, CentralEngine, Line
 from bray.train.config import RunConfig
 from bray.train.machine import cores
+from bray.train.output import EpisodeOutput
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.source import RolloutWorker
 from bray.train.table import Match, SeatRollout, TableSource
@@ -121,6 +122,8 @@ class Sampler:
             initial_state=initial_state(self.model),
         )
         rollout.worker_index, rollout.numbers_from = plan.index, numbers.start
+        if plan.run.output is not None:
+            rollout.output = EpisodeOutput(plan.run.output, plan.index, numbers.start, plan.run.output_file_mb)
         rollout.reset()  # by the seed that they were made with: native ones of another worker have another one
         return EnvSource(rollout, plan.rows, plan.state_every, plan.run.record)
 
