@@ -219,6 +219,7 @@ CASES = {
     "pqn-acrobot": Case("PQN", "Acrobot-v1", -120, 200_000, 10, 8, must="end above"),
     "bc-cartpole": Case("BC", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
     "marwil-cartpole": Case("MARWIL", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
+    "dqfd-cartpole": Case("DQfD", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
     "bc-cartpole-replay": Case("BC", "CartPole-v1", 300, 5_000, 10, 3, data="cartpole-replay", must="stay below"),
     "iql-cartpole-replay": Case("IQL", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay", must="end above"),
     "cql-cartpole-replay": Case("CQL-Discrete", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay"),

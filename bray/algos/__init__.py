@@ -55,6 +55,7 @@ ALGORITHMS: dict[str, Any] = {
     "IQL": "bray.algos.iql",
     "CQL": "bray.algos.cql",
     "CQL-Discrete": "bray.algos.cql_discrete",
+    "DQfD": "bray.algos.dqfd",
 }
 _ELSEWHERE = {
     **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),

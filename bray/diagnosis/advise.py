@@ -89,6 +89,7 @@ SUITED = {
     "TD3+BC": "for files: TD3 that stays near what they show",
     "IQL": "for files: the best of what they show, never other actions",
     "CQL": "for files: SAC that distrusts actions they do not show",
+    "DQfD": "for demonstrations: DQN that prefers what they show",
     "CQL-Discrete": "for files: DQN that distrusts actions they do not show",
 }
 """What each of our algorithms is for, where nothing was measured."""

@@ -307,6 +307,35 @@ def test_cql_of_choices_holds_down_the_others(spec):
     assert step(learner, batch)["loss"] == pytest.approx(loss, rel=1e-5)
 
 
+# --- DQfD -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [CHOICE, MASKED], ids=lambda spec: spec.id)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_dqfd_prefers_what_was_demonstrated(spec, mixed):
+    model, learner = make("DQfD", spec, margin=0.6, margin_coef=1.4)
+    batch = rows(spec)
+    if mixed:
+        batch |= {"demo": np.array([1, 0, 1, 0, 0, 1], np.float32), "id": np.arange(B)}
+    q, after = ask(model, batch["obs"])["q"], ask(model, batch["next_obs"])["q"]
+    target = ask(learner.target.module, batch["next_obs"])["q"]
+    loss = 0.0
+    for b in range(B):
+        mask = mask_of(batch, b)
+        legal = [a for a in range(3) if mask is None or mask[a]]
+        best, taken = max(legal, key=lambda a: after[b, a]), batch["action"][b]
+        error = q[b, taken] - (batch["reward"][b] + batch["discount"][b] * target[b, best])
+        margin = max(q[b, a] + (0.0 if a == taken else 0.6) for a in legal) - q[b, taken]
+        loss += (0.5 * error**2 + 1.4 * margin * (batch["demo"][b] if mixed else 1.0)) / B
+    assert step(learner, batch)["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_dqfd_without_demonstrations_is_refused():
+    _, learner = make("DQfD", CHOICE)
+    with pytest.raises(ConfigError, match="learns from demonstrations: name files with --data FILES"):
+        step(learner, rows(CHOICE) | {"id": np.arange(B)})
+
+
 # --- where they learn, and what goes on from them ---------------------------------------------------------------------
 
 

@@ -91,7 +91,7 @@ def a_row_of(name, path):
     elif "TwoStep" in env:
         config["teams"] = {"team": ["a", "b"]}
     data = None
-    if learns_from(algo, PROBE) == "dataset":
+    if learns_from(algo, PROBE) == "dataset" or name == "DQfD":
         write_episodes((data := path.parent / "data") / "episodes", [an_episode()])
     exp = Experiment(name, env, data=data, use_preset=False, path=path, config=config)
     (row,) = exp.train(stop={"training_iteration": 1})
