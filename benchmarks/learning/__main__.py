@@ -72,7 +72,7 @@ class Case:
 TWO_STEP = "bray.envs.agent_games:TwoStep"
 SPREAD = "pettingzoo:mpe2.simple_spread_v3"
 HALF_WAY = -53.8
-"""Of the team, from random play (-80.9) to a script that shares the landmarks out (-26.7): `spread_anchors`."""
+"""Of the team, from random play (-80.9) to a script that shares the landmarks out (-26.7): `benchmarks.anchors`."""
 ABOVE_RANDOM = -65.0
 """Five standard errors above random play: returns of episodes deviate by 24, and both means are of 100 or more."""
 MANY = {"eval_episodes": 100}
