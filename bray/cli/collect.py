@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from bray import tree
 from bray.act import GREEDY
 from bray.cli.data import write_as
 from bray.cli.options import Collect
