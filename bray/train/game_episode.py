@@ -11,7 +11,7 @@ from bray.envs.table import NOBODY
 from bray.train.callbacks import Episode
 
 
-class Played(NamedTuple):
+class SideStep(NamedTuple):
     """What a step of all games was to the seats of a side, `[B, N]`."""
 
     action: Any
@@ -27,7 +27,7 @@ class GameStep(NamedTuple):
     valid: np.ndarray
     terminated: np.ndarray
     truncated: np.ndarray
-    sides: dict[str, Played]
+    sides: dict[str, SideStep]
 
 
 class GameEpisode(Episode):

@@ -35,7 +35,7 @@ from bray.inference.torch_engine import TorchEngine
 from bray.metrics.rows import side_key
 from bray.spec import SideSpec
 from bray.train.callbacks import CallbackList, EpisodeMetrics, EpisodeWatch
-from bray.train.game_episode import GameEpisode, GameStep, Played
+from bray.train.game_episode import GameEpisode, GameStep, SideStep
 from bray.train.rollout import Columns, Rollout, Step, separate_outputs, true_of, zeroed
 from bray.train.source import RolloutWorker, Source
 
@@ -504,14 +504,14 @@ def _beside(flags: np.ndarray, like: np.ndarray) -> np.ndarray:
     return flags.reshape(*flags.shape, *[1] * (like.ndim - flags.ndim))
 
 
-def _played(seat: SeatRollout, action: Any, turn: Turn, over: np.ndarray) -> Played:
+def _side_step(seat: SeatRollout, action: Any, turn: Turn, over: np.ndarray) -> SideStep:
     """For callbacks, before the seats take the turn."""
     games = len(over)
     ended = (turn.terminated | turn.truncated).reshape(games, -1) | over[:, None]
     acted, reward, in_game, terminated = (
         x.reshape(games, -1) for x in (seat.acts, turn.reward, seat.in_game, turn.terminated)
     )
-    return Played(action, acted, reward, ended & in_game, terminated)
+    return SideStep(action, acted, reward, ended & in_game, terminated)
 
 
 class TableSource(Source):
@@ -588,12 +588,12 @@ class TableSource(Source):
         self.env_steps += int(np.count_nonzero(played))
         over, self.matches = env.dead & played, []
         ends, stands_in = true_of(over), true_of(stale)
-        sides: dict[str, Played] = {}
+        sides: dict[str, SideStep] = {}
         for name, seat in self.seats.items():
             turn = self._turn(name, obs, stale if stands_in else None)
             self._returns[name] += turn.reward
             if self._watch is not None:
-                sides[name] = _played(seat, stacked[name], turn, over)
+                sides[name] = _side_step(seat, stacked[name], turn, over)
             seat.take(turn, np.repeat(over, seat.env.seats) if ends else None)  # type: ignore[attr-defined]
         if self._watch is not None:
             self._watch.after_step(self, GameStep(played, terminated, truncated, sides), None, infos)

@@ -168,6 +168,17 @@ def test_two_policies_have_the_weights_of_two_runs(tmp_path):
     assert not (tmp_path / "both" / "spec.json").exists()
 
 
+def test_policies_that_play_alone_may_share_an_encoder(tmp_path):
+    """Named before its owner, too."""
+    shared = {"second": {**BOTH["second"], "share_encoder": "first"}, "first": BOTH["first"]}
+    finish(several(tmp_path / "r", shared, fcnet_activation="relu"), 3)
+    first, second = (weights(tmp_path / "r" / "models" / name) for name in ("first", "second"))
+    encoder = {k: x for k, x in second.items() if k.startswith("core.")}
+    assert len(encoder) >= 2
+    for k, x in encoder.items():
+        assert np.array_equal(x, first[k.replace("core.", "core.encoders.0.", 1)])
+
+
 def test_a_goal_of_steps_is_shared_out(tmp_path):
     exp = several(tmp_path / "r", stop={"env_steps_total": 500})
     rows = list(exp.train())
