@@ -51,8 +51,8 @@ def test_two_levels_of_a_game_learn(from_root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["hierarchy.py", "--steps", "60000", "--seed", "3"])
     runpy.run_path(str(EXAMPLES / "hierarchy.py"), run_name="__main__")
-    (run,) = (tmp_path / "runs").iterdir()
-    rows = read_results(run)
+    (file,) = (tmp_path / "runs").rglob("result.jsonl")
+    rows = read_results(file.parent)
     assert rows[0]["agent/low/return_mean"] < 0.0  # it walks at random
     assert rows[-1]["agent/low/return_mean"] > 1.0
     assert rows[-1]["agent/top/return_mean"] > rows[0]["agent/top/return_mean"] + 0.2
