@@ -280,7 +280,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "a list that is not one array of numbers"
     if isinstance(value, np.ndarray):
-        return f"{value.dtype} numbers that are not"
+        return f"an array of {value.dtype}, shape {list(value.shape)}"
     return (
         "nothing"
         if value is None

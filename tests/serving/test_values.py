@@ -94,6 +94,12 @@ def test_text_is_no_number(digits):
             reader(FOUR)(json.loads(value))
 
 
+def test_an_array_in_the_place_of_an_object_is_described():
+    read = reader(Space("dict", parts=(Space("box", (2,), "float32"),), names=("obs",)))
+    with pytest.raises(DataError, match=r"the keys \['obs'\], got an array of float32, shape \[2\]"):
+        read(np.zeros(2, np.float32))
+
+
 def test_masks_in_all_their_forms():
     def mask(text, action=CHOICE):
         return read(b'{"obs":[0,0,0,0],"action_mask":%b}' % text, action=action)[1]
