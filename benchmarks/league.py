@@ -1,7 +1,8 @@
 """python -m benchmarks.league: what a league costs that has grown: CPU of drawing a match and of counting its result,
 of a restart from its log, and peak memory.
 
-10,000 snapshots of one main player, an exploiter of it and one of the league; a million results between any two.
+10,000 snapshots of one main player, an exploiter of it and one of the league; a million results of these three against
+anybody, as a league draws matches, or with --any of any two, so that almost every game is the first of its pair.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ KINDS = {name: {"kind": name, "snapshot_every": 1} for name in ("main", "main_ex
 AGENTS = ["first", "second"]
 
 
-def write_log(path: Path, players: int, results: int) -> None:
-    """Snapshots of three players in turn; then results of any two of them."""
+def write_log(path: Path, players: int, results: int, any_two: bool) -> None:
+    """Snapshots of three players in turn; then results."""
     rng, log, names = np.random.default_rng(0), ResultLog(path), list(KINDS)
     for i in range(players):
         names.append(f"{names[i % 3]}@{i}")
         log.add(Event(snapshot=names[-1], steps=i))
-    pairs, scores = rng.integers(len(names), size=(results, 2)).tolist(), rng.integers(-1, 2, results).tolist()
+    firsts = rng.integers(len(names) if any_two else len(KINDS), size=results).tolist()
+    pairs = zip(firsts, rng.integers(len(names), size=results).tolist(), strict=True)
+    scores = rng.integers(-1, 2, results).tolist()
     for i, ((a, b), score) in enumerate(zip(pairs, scores, strict=True)):
         seats = dict(zip(AGENTS, (names[a], names[b]), strict=True))
         log.add(Event(id=i, seats=seats, returns=dict(zip(AGENTS, (score, -score), strict=True)), length=20))
@@ -39,10 +42,11 @@ def main() -> None:
     parser.add_argument("--players", type=int, default=10_000)
     parser.add_argument("--results", type=int, default=1_000_000)
     parser.add_argument("--matches", type=int, default=300)
+    parser.add_argument("--any", action="store_true", help="results of any two players")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log.jsonl"
-        write_log(path, given.players, given.results)
+        write_log(path, given.players, given.results, given.any)
         league, rng = League(make_players(KINDS), AGENTS, ResultLog(path)), np.random.default_rng(0)
         began = time.process_time()
         league.restart()

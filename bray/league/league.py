@@ -285,20 +285,17 @@ class League:
                 refs.forget(ref)
 
     def _fold_result(self, event: Event) -> None:
-        if len(event.seats) == 2 and len(event.returns) == 2:  # most games
-            (a, b), (x, y) = event.seats.values(), event.returns.values()
-            if event.seats.keys() != event.returns.keys():
-                raise DataError(f"{self.log.path}: match {event.id} has returns of other agents than it seats")
-            if list(event.seats) != list(event.returns):
-                x, y = y, x
+        seats, returns = event.seats, event.returns
+        if seats.keys() != returns.keys():
+            raise DataError(f"{self.log.path}: match {event.id} has returns of other agents than it seats")
+        if len(seats) == 2:  # most games
+            (one, a), (other, b) = seats.items()
             if a != b:
-                self._meet(a, b, x - y)
+                self._meet(a, b, returns[one] - returns[other])
             return
         of: dict[str, list[float]] = {}
-        for agent, name in event.seats.items():
-            if agent not in event.returns:
-                raise DataError(f"{self.log.path}: match {event.id} has no return of agent {agent!r}")
-            of.setdefault(name, []).append(event.returns[agent])
+        for agent, name in seats.items():
+            of.setdefault(name, []).append(returns[agent])
         means = [(name, math.fsum(xs) / len(xs)) for name, xs in of.items()]
         for i, (a, x) in enumerate(means):
             for b, y in means[i + 1 :]:
@@ -306,15 +303,12 @@ class League:
 
     def _meet(self, a: str, b: str, by: float) -> None:
         outcome = DRAW if abs(by) < 1e-9 else WIN if by > 0 else LOSS
-        i, j = self._named(a), self._named(b)
+        named, ratings = self._by_name, self.ratings
+        i = named[a] if a in named else self._number(PlayerRef.parse(a))
+        j = named[b] if b in named else self._number(PlayerRef.parse(b))
         self.payoff.add(i, j, outcome)
-        ratings = self.ratings
-        changes = (TAU if "@" not in a else 0.0, TAU if "@" not in b else 0.0)
+        changes = (0.0 if "@" in a else TAU, 0.0 if "@" in b else TAU)
         ratings[i], ratings[j] = rate(ratings[i], ratings[j], outcome, changes)
-
-    def _named(self, name: str) -> int:
-        number = self._by_name.get(name)
-        return self._number(PlayerRef.parse(name)) if number is None else number
 
     def _number(self, ref: PlayerRef) -> int:
         if ref not in self._numbers:
@@ -370,6 +364,8 @@ def _seats(seats: Mapping[str, str]) -> dict[str, PlayerRef]:
 
 def read_league(path: str | Path) -> League:
     """What a log says, to look at: nobody draws matches."""
+    if Path(path).parent.is_symlink():
+        raise DataError(f"{Path(path).parent} is a link: only plain files inside of a run directory are read")
     if not Path(path).exists():
         raise DataError(f"{path} is missing: it is written where a policy plays itself (bray train --self-play)")
     league = League({}, (), ResultLog(path))

@@ -19,7 +19,7 @@ import msgspec
 
 from bray.errors import DataError
 from bray.rundir.files import writing
-from bray.rundir.reader import open_plain
+from bray.rundir.reader import most_bytes, open_plain
 
 logger = logging.getLogger("bray")
 
@@ -67,6 +67,8 @@ class ResultLog:
             return
         decode = msgspec.json.Decoder(Event).decode
         with open_plain(self.path.name, self.path.parent) as file:
+            if (size := os.fstat(file.fileno()).st_size) > most_bytes():
+                raise DataError(f"{self.path} has {size:,} bytes, more than half of this machine's memory")
             for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
                 whole = until is not None and self.offset >= until
                 if whole or (not line.endswith(b"\n") and len(line) < MOST_LINE):  # or torn

@@ -54,7 +54,11 @@ def draw(
     league: Standings, me: PlayerRef, of: Sequence[PlayerRef], weighting: str, rng: np.random.Generator
 ) -> PlayerRef:
     """One of these, by how often `me` wins against each."""
-    return of[int(rng.choice(len(of), p=pfsp(league.win_rates(me, of), weighting)))]
+    return _by_rates(of, league.win_rates(me, of), weighting, rng)
+
+
+def _by_rates(of: Sequence[PlayerRef], rates: np.ndarray, weighting: str, rng: np.random.Generator) -> PlayerRef:
+    return of[int(rng.choice(len(of), p=pfsp(rates, weighting)))]
 
 
 def _one_of(of: Sequence[PlayerRef], rng: np.random.Generator) -> PlayerRef:
@@ -171,11 +175,12 @@ class MainPlayer(Player):
 
     def _forgotten(self, league: Standings, rng: np.random.Generator) -> PlayerRef | None:
         """An exploiter that beats it, else a main player's snapshot that it does not beat any more."""
-        exploited = [ref for main in league.learning("main_exploiter") for ref in league.past(main.side)]
+        exploiters = [league.past(one.side) for one in league.learning("main_exploiter")]
+        exploited = exploiters[0] if len(exploiters) == 1 else [ref for refs in exploiters for ref in refs]
         past = league.past(_one_of(league.learning(kind_of(self)), rng).side)
         for refs, bound in ((exploited, 1.0 - self.strong), (past, self.strong)):
-            if refs and league.win_rates(self.me, refs).min() < bound:
-                return draw(league, self.me, refs, "squared", rng)
+            if refs and (rates := league.win_rates(self.me, refs)).min() < bound:
+                return _by_rates(refs, rates, "squared", rng)
         return None
 
 

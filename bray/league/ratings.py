@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -86,24 +87,19 @@ def rate(
     t, margin = (mean_a - mean_b) / c, _margin(draws) / c
     v, w = _drawn(t, margin) if outcome == 0 else _won(outcome * t - margin)
     move, shrink = (outcome or 1) * v / c, w / square
-    return (
-        Rating(mean_a + va * move, math.sqrt(va * max(1.0 - va * shrink, 1e-9))),
-        Rating(mean_b - vb * move, math.sqrt(vb * max(1.0 - vb * shrink, 1e-9))),
-    )
+    new = (mean_a + va * move, math.sqrt(va * max(1.0 - va * shrink, 1e-9)))
+    other = (mean_b - vb * move, math.sqrt(vb * max(1.0 - vb * shrink, 1e-9)))
+    return tuple.__new__(Rating, new), tuple.__new__(Rating, other)  # a quarter of what its constructor takes
 
 
-_margins: dict[float, float] = {}
-
-
+@cache
 def _margin(draws: float) -> float:
     """By how little two performances differ where a game is drawn, so that equals draw this share of their games."""
-    if draws not in _margins:
-        low, high = 0.0, 40.0
-        for _ in range(100):
-            middle = 0.5 * (low + high)
-            low, high = (middle, high) if 2.0 * _cdf(middle) - 1.0 < draws else (low, middle)
-        _margins[draws] = low * math.sqrt(2.0) * _BETA
-    return _margins[draws]
+    low, high = 0.0, 40.0
+    for _ in range(100):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if 2.0 * _cdf(middle) - 1.0 < draws else (low, middle)
+    return low * math.sqrt(2.0) * _BETA
 
 
 def _pdf(x: float) -> float:

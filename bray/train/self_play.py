@@ -45,7 +45,8 @@ class Snapshots:
     """Copies of a policy's weights, by their version; those that play have a Model of their own."""
 
     def __init__(self, side: Side, most: int, record: Record = True):
-        """most: Models at once"""
+        """most: Models at once. To be made before the policy is told which seats are its own."""
+        self._policy = copy.deepcopy(side.policy)
         self._side, self._most, self._record = side, most, record
         self._players: OrderedDict[int, Player] = OrderedDict()
         self._unsaved: dict[int, Mapping[str, np.ndarray]] = {}
@@ -86,8 +87,7 @@ class Snapshots:
         return self._players[version]
 
     def _new_player(self) -> Player:
-        policy, model = copy.deepcopy(self._side.policy), copy.deepcopy(self._side.model)
-        return player_of(model, policy, self._record, SAMPLE)
+        return player_of(copy.deepcopy(self._side.model), self._policy, self._record, SAMPLE)
 
 
 class LeagueSeats(SeatRollout):
@@ -153,7 +153,11 @@ class LeagueSeats(SeatRollout):
 
     def seat_state(self) -> dict[str, Any]:
         state = super().seat_state()
-        state["arrays"] |= {"version_of": self._version_of.copy(), "others": self._others, "began": self._began.copy()}
+        state["arrays"] |= {
+            "version_of": self._version_of.copy(),
+            "others": self._others.copy(),
+            "began": self._began.copy(),
+        }
         state["json"]["draws"] = self._draws.bit_generator.state
         return state
 
@@ -220,7 +224,7 @@ class LeagueSource(TableSource):
     def _deal(self, game: int) -> None:
         """Draw who plays the game that begins."""
         job = self.league.job(self._rng)
-        while not all(self._is_there(ref) for ref in set(job.seats.values())):
+        while not all(self._is_there(ref) for ref in dict.fromkeys(job.seats.values())):
             self.league.drop(job.id)
             job = self.league.job(self._rng)
         self._jobs[game] = job.id
@@ -252,6 +256,10 @@ class LeagueSource(TableSource):
         snapshot = self.league.trained(self.me.side, clock.env_steps, clock.version)
         if snapshot is not None:
             self.snapshots.add(clock.version)
+
+    def close(self) -> None:
+        super().close()
+        self.league.log.close()
 
     def numbers(self) -> dict[str, float]:
         rating = self.league.rating(self.me)

@@ -24,6 +24,7 @@ from bray.league import (
     make_players,
     pfsp,
     rate,
+    read_league,
 )
 from bray.league.payoff import DRAW, LOSS, WIN
 
@@ -491,6 +492,10 @@ def test_the_log_follows_no_link(tmp_path):
     with pytest.raises(BrayError, match="link"):
         league.restart()
     assert (tmp_path / "target").read_text() == "mine"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "league").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="league is a link"):
+        read_league(tmp_path / "league" / "results.jsonl")
 
 
 def test_a_log_that_nobody_keeps():
