@@ -191,7 +191,7 @@ CASES = {
     "ppo-kuhn": Case("PPO", KUHN, -0.1, 500_000, 20, 3, ONE, "end above", judge=minus_nash_conv),
     "ppo-kuhn-plain": Case("PPO", KUHN, -0.1, 500_000, 20, 3, {**ONE, **PLAIN}, "stay below", judge=minus_nash_conv),
     "ppo-leduc": Case("PPO", LEDUC, -1.0, 2_000_000, 50, 3, POKER, "end above", judge=minus_nash_conv),
-    "nfsp-kuhn": Case("NFSP", KUHN, -0.3, 300_000, 10, 3, ONE, "end above", judge=minus_nash_conv),
+    "nfsp-kuhn": Case("NFSP", KUHN, -0.3, 100_000, 10, 3, ONE, "end above", judge=minus_nash_conv),
     "ppo-rps": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, {**RPS, **DRAWN}, "end above", judge=minus_distance),
     "ppo-rps-plain": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, RPS, "stay below", judge=minus_distance),
     "ppo-prisoners": Case(
