@@ -78,7 +78,7 @@ def main() -> None:
     print(f"the policy gets {true:.3f} ± {error:.3f}, who plays {np.mean(theirs):.3f}")
     found: dict[str, list[tuple[float, float, float]]] = {}
     for seed in range(options.sets):
-        episodes = play(plays, options.episodes, seed)
+        episodes = play(plays, options.episodes, 1000 + seed)
         obs = np.concatenate([e["obs"] for e in episodes])
         for name, estimate in estimates(episodes, obs, policy(obs), GAMMA, seed).items():
             found.setdefault(name, []).append(estimate)

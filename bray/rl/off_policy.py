@@ -99,7 +99,7 @@ def fitted(
     return out
 
 
-def fitted_q(of: Fitted, counts: np.ndarray, iterations: int, ridge: float = 1e-3) -> np.ndarray:
+def fitted_q(of: Fitted, counts: np.ndarray, iterations: int, ridge: float = 1.0) -> np.ndarray:
     """Fitted Q evaluation (Le et al. 2019) with features: `iterations` times, w is the ridge regression of
     r + discount x_next' w on x. `counts [N]`: how often each episode counts. Returns w `[D]`."""
     gram = np.tensordot(counts, of.gram, 1) + ridge * np.eye(of.gram.shape[1])

