@@ -280,6 +280,27 @@ class Serve(Logging):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Record(Logging):
+    """Record games that people play: ticks that carry the action that the player chose become files to learn from. See
+    docs/data.md."""
+
+    obs: Annotated[str, Flag(metavar="SPACE")]
+    """The observation that games send: 'float32[6]', or JSON of a dict of such."""
+    actions: Annotated[str, Flag(metavar="SPACE")]
+    """The action that players choose: 3, '3,2' or 'float32[2] -1..1'."""
+    out: Annotated[Path, Flag(metavar="DIR")]
+    """Where the files go."""
+    port: Port = 8000
+    """0 = any free one."""
+    host: Address = "127.0.0.1"
+    """0.0.0.0 = every network."""
+    sessions: Count = 100
+    """Games at once."""
+    token_file: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """Tokens, one per line; a request must carry one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Replay(Reading):
     """Play recorded sessions again, byte for byte, and compare the actions tick by tick."""
 
@@ -598,6 +619,7 @@ COMMANDS: dict[str, tuple[type[Options], str]] = {
     "collect": (Collect, "bray.cli.collect:collect"),
     "data": (Data, "bray.cli.data:data"),
     "serve": (Serve, "bray.cli.serve:serve"),
+    "record": (Record, "bray.cli.record:record"),
     "replay": (Replay, "bray.cli.serve:replay"),
     "gateway": (Gateway, "bray.cli.gateway:gateway"),
     "export": (Export, "bray.cli.export:export"),
