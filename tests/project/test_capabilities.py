@@ -94,7 +94,7 @@ def a_row_of(name, path):
     if learns_from(algo, PROBE) == "dataset" or name == "DQfD":
         write_episodes((data := path.parent / "data") / "episodes", [an_episode()])
     exp = Experiment(name, env, data=data, use_preset=False, path=path, config=config)
-    (row,) = exp.train(stop={"training_iteration": 1})
+    *_, row = exp.train(stop={"training_iteration": 2 if data else 1})  # files are read in the first one
     exp.close()
     return row
 
