@@ -61,12 +61,18 @@ class Case:
     judge: Callable[[Experiment], float] | None = None
     """What an evaluation's score is, where that is no return."""
     data: str = ""
-    """The data set of `demos` that it learns from, in place of the environment, which evaluates it."""
+    """The data set of `demos` that it learns from, in place of the environment, which evaluates it; or beside it, where
+    `config` says the `share` of both."""
+
+    @property
+    def from_files(self) -> bool:
+        """Alone."""
+        return bool(self.data) and "share" not in self.config
 
     @property
     def counts(self) -> str:
         """The key of result rows that `limit` is of."""
-        return figures.GRADIENT_STEPS if self.data else figures.ENV_STEPS
+        return figures.GRADIENT_STEPS if self.from_files else figures.ENV_STEPS
 
 
 TWO_STEP = "bray.envs.agent_games:TwoStep"
@@ -106,6 +112,7 @@ DQN_MASKED = {
 LATE = {"learning_starts": 5_000}
 CHAIN = {"num_envs": 8, "rollout_length": 128, "minibatches": 16}
 CAR = {"normalize_observations": False, "normalize_rewards": False, "entropy_coef": 0.0}
+SQIL = {"share": 0.5, "lr": 1e-3, "tau": 0.01, "fcnet_hiddens": [128, 128], "fcnet_activation": "relu"}
 R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 
 KUHN, LEDUC, MATRIX = "openspiel:kuhn_poker", "openspiel:leduc_poker", "bray.envs.agent_games:Matrix"
@@ -225,6 +232,8 @@ CASES = {
     "bc-cartpole": Case("BC", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
     "marwil-cartpole": Case("MARWIL", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
     "dqfd-cartpole": Case("DQfD", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
+    "sqil-cartpole": Case("SQIL-Discrete", "CartPole-v1", 450, 30_000, 2, 3, SQIL, data="cartpole-expert"),
+    "sqil-pendulum": Case("SQIL", "Pendulum-v1", -300, 20_000, 2, 3, {"share": 0.5}, data="pendulum-expert"),
     "bc-cartpole-replay": Case("BC", "CartPole-v1", 300, 5_000, 10, 3, data="cartpole-replay", must="stay below"),
     "iql-cartpole-replay": Case("IQL", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay", must="end above"),
     "cql-cartpole-replay": Case("CQL-Discrete", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay"),
@@ -248,7 +257,7 @@ def train(case: Case, seed: int, path: Path, seconds: float | None = None) -> di
         path=path,
         seed=seed,
         eval_freq=case.eval_freq,
-        config={**case.config, **({"epochs": MANY_EPOCHS} if case.data else {})},
+        config={**case.config, **({"epochs": MANY_EPOCHS} if case.from_files else {})},
         use_preset=case.use_preset,
         checkpoint_freq=0,
     )

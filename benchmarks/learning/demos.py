@@ -5,7 +5,8 @@ folder of trajectory files with spec.json, in build/demos unless --out says othe
 
     cartpole-expert   10 episodes of a script that holds the pole (500 each)
     cartpole-replay   the first 20,000 steps of DQN, as it explored
-    pendulum-mixed    50 episodes of a script that swings up and holds (about -140), 50 of random play (about -1,210)
+    pendulum-expert   10 episodes of a script that swings up and holds (about -140)
+    pendulum-mixed    50 episodes of that script, and 50 of random play (about -1,210)
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def replayed(run: str, env: str, steps: int, out: Path) -> None:
 SETS: dict[str, Callable[[Path], None]] = {
     "cartpole-expert": lambda out: played("CartPole-v1", {balance: 10}, out),
     "cartpole-replay": lambda out: replayed("DQN", "CartPole-v1", 20_000, out),
+    "pendulum-expert": lambda out: played("Pendulum-v1", {swing_up: 10}, out),
     "pendulum-mixed": lambda out: played("Pendulum-v1", {swing_up: 50, None: 50}, out),
 }
 

@@ -56,6 +56,8 @@ ALGORITHMS: dict[str, Any] = {
     "CQL": "bray.algos.cql",
     "CQL-Discrete": "bray.algos.cql_discrete",
     "DQfD": "bray.algos.dqfd",
+    "SQIL": "bray.algos.sqil",
+    "SQIL-Discrete": "bray.algos.sqil_discrete",
 }
 _ELSEWHERE = {
     **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),

@@ -198,14 +198,18 @@ class Learner(base.Learner):
         values = self.model(batch["obs"], *online)["q"]
         q = losses.select(values, batch["action"])
         with torch.no_grad():
-            q_target = self.target(batch["next_obs"], *target)["q"]
-            q_next = losses.select(q_target, self.best_next(batch, q_target, choose))
+            q_next = self.next_value(batch, target, choose)
         td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
         return self.sample_loss(batch, values, td_error), td_error, q
 
     def sample_loss(self, batch: dict[str, Any], values: Tensor, td_error: Tensor) -> Tensor:
         """Of each transition, by the values of all actions of its observation and its TD error."""
         return losses.huber(td_error, self.config.huber)
+
+    def next_value(self, batch: dict[str, Any], target: Any, choose: Any) -> Tensor:
+        """Of the next observation, by the target network."""
+        q = self.target(batch["next_obs"], *target)["q"]
+        return losses.select(q, self.best_next(batch, q, choose))
 
     def best_next(self, batch: dict[str, Any], q_target: Tensor, choose: Any) -> Tensor:
         """The legal action of the next observation that is best by the online network, or by the target if not

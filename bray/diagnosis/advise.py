@@ -90,6 +90,8 @@ SUITED = {
     "IQL": "for files: the best of what they show, never other actions",
     "CQL": "for files: SAC that distrusts actions they do not show",
     "DQfD": "for demonstrations: DQN that prefers what they show",
+    "SQIL": "for demonstrations: SAC rewarded for being where they were",
+    "SQIL-Discrete": "for demonstrations: soft Q-learning rewarded for being where they were",
     "CQL-Discrete": "for files: DQN that distrusts actions they do not show",
 }
 """What each of our algorithms is for, where nothing was measured."""

@@ -336,6 +336,39 @@ def test_dqfd_without_demonstrations_is_refused():
         step(learner, rows(CHOICE) | {"id": np.arange(B)})
 
 
+# --- SQIL -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [CHOICE, MASKED], ids=lambda spec: spec.id)
+def test_sqil_of_choices_is_soft_q_learning_on_its_own_rewards(spec):
+    model, learner = make("SQIL-Discrete", spec, alpha=0.4)
+    batch = rows(spec) | {"demo": np.array([1, 0, 1, 0, 0, 1], np.float32)}
+    q, target = ask(model, batch["obs"])["q"], ask(learner.target.module, batch["next_obs"])["q"]
+    loss = 0.0
+    for b in range(B):
+        legal = [a for a in range(3) if mask_of(batch, b) is None or mask_of(batch, b)[a]]
+        soft = 0.4 * math.log(sum(math.exp(target[b, a] / 0.4) for a in legal))
+        loss += 0.5 * (q[b, batch["action"][b]] - (batch["demo"][b] + batch["discount"][b] * soft)) ** 2 / B
+    assert step(learner, batch)["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_sqil_is_sac_on_its_own_rewards():
+    demo = np.array([1, 0, 1, 0, 0, 1], np.float32)
+    _, learner = make("SQIL", NUMBERS)
+    _, plain = make("SAC", NUMBERS)
+    said = step(learner, rows(NUMBERS) | {"demo": demo})
+    assert said == step(plain, rows(NUMBERS) | {"reward": demo})
+
+
+@pytest.mark.parametrize(("name", "spec"), [("SQIL", NUMBERS), ("SQIL-Discrete", CHOICE)])
+def test_sqil_needs_demonstrations_and_play(name, spec):
+    _, learner = make(name, spec)
+    with pytest.raises(ConfigError, match=r"needs both: --data FILES --data-share 0\.5 beside --env"):
+        step(learner, rows(spec))
+    with pytest.raises(ConfigError, match="rewards single transitions"):
+        get_algo(name).Config(n_step=3)
+
+
 # --- where they learn, and what goes on from them ---------------------------------------------------------------------
 
 

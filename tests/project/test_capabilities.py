@@ -67,12 +67,12 @@ def numbers_of_a_run():
     return re.findall(r"^\| `([\w/]+)` \|", text, re.M)
 
 
-def an_episode(steps=20):
-    """Of CartPole."""
-    ends, rng = np.arange(steps) == steps - 1, np.random.default_rng(0)
+def an_episode(env, steps=20):
+    """Of CartPole or Pendulum."""
+    ends, rng, numbers = np.arange(steps) == steps - 1, np.random.default_rng(0), env == "Pendulum-v1"
     return {
-        "obs": rng.standard_normal((steps + 1, 4)).astype(np.float32),
-        "action": rng.integers(0, 2, steps),
+        "obs": rng.uniform(-1, 1, (steps + 1, 3 if numbers else 4)).astype(np.float32),
+        "action": rng.uniform(-2, 2, (steps, 1)).astype(np.float32) if numbers else rng.integers(0, 2, steps),
         "reward": np.ones(steps, np.float32),
         "terminated": ends,
         "truncated": np.zeros(steps, bool),
@@ -91,10 +91,13 @@ def a_row_of(name, path):
     elif "TwoStep" in env:
         config["teams"] = {"team": ["a", "b"]}
     data = None
-    if learns_from(algo, PROBE) == "dataset" or name == "DQfD":
-        write_episodes((data := path.parent / "data") / "episodes", [an_episode()])
+    if learns_from(algo, PROBE) == "dataset" or name in ("DQfD", "SQIL", "SQIL-Discrete"):
+        write_episodes((data := path.parent / "data") / "episodes", [an_episode(env)])
+    if name.startswith("SQIL"):
+        config["share"] = 0.5
     exp = Experiment(name, env, data=data, use_preset=False, path=path, config=config)
-    *_, row = exp.train(stop={"training_iteration": 2 if data else 1})  # files are read in the first one
+    read_first = data is not None and "share" not in config
+    *_, row = exp.train(stop={"training_iteration": 2 if read_first else 1})
     exp.close()
     return row
 
@@ -105,7 +108,7 @@ def test_documented_metrics_are_those_that_are_logged(name, tmp_path):
     own = re.findall(r"^\| `((?:loss|policy)/\w+)` \|", page(name)[1]["Numbers in a row"], re.M)
     assert own == [k for k in row if k.startswith(("loss/", "policy/"))]
     others = [k for k in numbers_of_a_run() if not k.startswith("replay/") or k in row]  # each replay has its own
-    row = {k: v for k, v in row.items() if not k.startswith("data/")}  # of files: docs/options.md
+    row = {k: v for k, v in row.items() if not k.startswith(("data/", "replay/files"))}  # of files: docs/options.md
     if name == "DQN":
         others = numbers_of_a_run()
     row = [k for k in row if not k.startswith(("agent", "eval/agent/"))]  # of games of several: docs/agents.md
