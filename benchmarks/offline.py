@@ -1,0 +1,183 @@
+"""python -m benchmarks.offline CASE... --peer PYTHON [--steps 20000] [--seeds 0 1 2 3 4]
+python -m benchmarks.offline CASE... --peer PYTHON --speed [--turns 5]
+
+Bray beside d3rlpy 2.8 on the same files (`benchmarks.learning.demos`): scores after so many gradient steps, of ten
+greedy episodes on the same seeds, in points (0 = random play, 100 = the script that made the good half of the data); or
+with --speed the gradient steps in a CPU second, by turns, one thread each. --peer is a Python that has d3rlpy 2.8.1 and
+our torch, in an environment of its own: it wants gymnasium 1.0.
+
+Both sides have networks of 256 x 256, batches of 256 and a discount of 0.99; all else are the defaults of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from benchmarks.learning import demos
+from bray.act import Clock
+from bray.data.files import EpisodeReader
+from bray.experiment import Experiment
+
+SCRIPT = Path(__file__).parent / "peers" / "d3rlpy_train.py"
+CARTPOLE, PENDULUM = ("CartPole-v1", "cartpole-replay"), ("Pendulum-v1", "pendulum-mixed")
+CASES = {
+    "bc-cartpole": ("BC", *CARTPOLE),
+    "iql-pendulum": ("IQL", *PENDULUM),
+    "td3bc-pendulum": ("TD3+BC", *PENDULUM),
+    "cql-pendulum": ("CQL", *PENDULUM),
+    "bc-pendulum": ("BC", *PENDULUM),
+    "cql-cartpole": ("CQL-Discrete", *CARTPOLE),
+}
+"""Algorithm, environment, data set."""
+POINTS = {"CartPole-v1": (22.0, 500.0), "Pendulum-v1": (-1208.0, -139.0)}
+"""Mean return of random play, and of the script."""
+SAME = {"batch_size": 256, "fcnet_hiddens": [256, 256], "fcnet_activation": "relu", "epochs": 10**6}
+EPISODES = range(10_000, 10_010)
+TURN = 50
+"""Gradient steps of a turn."""
+
+
+class Ours:
+    """A run of ours that does as it is told."""
+
+    def __init__(self, run: str, env: str, files: Path, seed: int, folder: Path):
+        gamma = {} if run == "BC" else {"gamma": 0.99}
+        config = {**SAME, **gamma, "threads": 1, "save_figure": False}
+        self.exp = Experiment(run, env, data=files, path=folder / f"run-{seed}", seed=seed, config=config)
+        self.env = gym.make(env)
+        side = self.exp.training.side
+        self.experience, self.learner = side.experience, side.learner
+        while self.experience.newest_obs(1) is None:  # the files are still being read
+            self.exp.training.gather()
+
+    def steps(self, count: int) -> float:
+        start = time.process_time()
+        for _ in range(count):
+            batch = self.experience.next(Clock())
+            assert batch is not None
+            self.learner.update(self.learner.prepare(batch.data), Clock())
+        return time.process_time() - start
+
+    def play(self, seeds: range) -> list[float]:
+        return [self._episode(seed) for seed in seeds]
+
+    def _episode(self, seed: int) -> float:
+        obs, total, ended = self.env.reset(seed=seed)[0], 0.0, False
+        while not ended:
+            obs, reward, *flags, _ = self.env.step(self.exp.policy(np.asarray(obs, np.float32)))
+            total, ended = total + float(reward), any(flags)
+        return total
+
+
+class Peer:
+    """The same of d3rlpy, in its own process."""
+
+    def __init__(self, python: str, run: str, env: str, rows: Path, seed: int):
+        words = [python, str(SCRIPT), run, env, str(rows), str(seed)]
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet, text=True, env=environment
+        )
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise SystemExit(f"{self.process.args} ended with {self.process.wait()}")
+
+    def ask(self, words: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        print(words, file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def steps(self, count: int) -> float:
+        return float(self.ask(f"steps {count}")["cpu_s"])
+
+    def play(self, seeds: range) -> list[float]:
+        return list(self.ask(f"play {' '.join(map(str, seeds))}")["returns"])
+
+
+def as_npz(files: Path, out: Path) -> Path:
+    """The data set in the columns of d3rlpy."""
+    episodes = list(EpisodeReader(files))
+    columns = {
+        "observations": np.concatenate([e["obs"][:-1] for e in episodes]),
+        **{f"{k}s": np.concatenate([e[k] for e in episodes]) for k in ("action", "reward")},
+        "terminals": np.concatenate([e["terminated"] for e in episodes]).astype(np.float32),
+        "timeouts": np.concatenate([e["truncated"] for e in episodes]).astype(np.float32),
+    }
+    np.savez(out, **columns)
+    return out
+
+
+@contextmanager
+def both(case: str, python: str, seed: int) -> Iterator[tuple[Ours, Peer]]:
+    run, env, data = CASES[case]
+    files = demos.made(data)
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Peer(python, run, env, as_npz(files, Path(folder) / "rows.npz"), seed)
+        try:
+            yield Ours(run, env, files, seed, Path(folder)), peer
+        finally:
+            peer.process.kill()
+            peer.process.wait()
+
+
+def speed(case: str, python: str, turns: int) -> dict[str, Any]:
+    """Gradient steps in a CPU second: the median of the turns, after one to warm up."""
+    with both(case, python, 0) as sides:
+        rates = [[TURN / side.steps(TURN) for side in sides] for _ in range(turns + 1)][1:]
+    ours, theirs = np.median(rates, 0).tolist()
+    ratio = float(np.median([mine / other for mine, other in rates]))
+    return {"case": case, "bray": round(ours), "d3rlpy": round(theirs), "ratio": round(ratio, 2)}
+
+
+def score(case: str, python: str, steps: int, seeds: list[int]) -> dict[str, Any]:
+    """Points of each seed, and how far our mean is above d3rlpy's."""
+    low, high = POINTS[CASES[case][1]]
+    points: tuple[list[float], list[float]] = ([], [])
+    for seed in seeds:
+        with both(case, python, seed) as sides:
+            for found, side in zip(points, sides, strict=True):
+                side.steps(steps)
+                found.append(round(100.0 * (float(np.mean(side.play(EPISODES))) - low) / (high - low), 1))
+        print(json.dumps({"case": case, "seed": seed, "bray": points[0][-1], "d3rlpy": points[1][-1]}), flush=True)
+    above = round(float(np.mean(points[0]) - np.mean(points[1])), 1)
+    return {"case": case, "steps": steps, "bray": points[0], "d3rlpy": points[1], "above": above}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=[], metavar="CASE")
+    parser.add_argument("--peer", required=True, help="a Python that has d3rlpy")
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    for case in args.cases or CASES:
+        found = speed(case, args.peer, args.turns) if args.speed else score(case, args.peer, args.steps, args.seeds)
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
