@@ -103,18 +103,20 @@ def write_result(result: Result, study: Study, title: str) -> None:
         figures.bars(result.importances, result.path / "figures" / "importances.png", "What the score depends on")
 
 
-def write_preset(result: Result, config: Resolved, said: Sequence[str]) -> None:
-    """`best.yaml`: all that is no default, whoever set it."""
+def write_preset(result: Result, config: Resolved, without: Resolved, said: Sequence[str]) -> None:
+    """`best.yaml`: all that somebody chose, and what would be other without a word. `without`: the config of `bray
+    train` with no more than the names of algorithm and environment."""
     run, env = config["run"], config["env"]
+    stop = {key: int(value) if float(value).is_integer() else value for key, value in run.stop.items()}
     lines = [*(f"# {line}" for line in said), f"run: {yaml_flow(run.algorithm)}", f"env: {yaml_flow(env.id)}"]
-    lines += [f"stop: {yaml_flow(dict(run.stop))}", "config:"]
-    plain = config.to_dict()
+    lines += [f"stop: {yaml_flow(stop)}", "config:"]
+    plain, other = config.to_dict(), without.to_dict()
     for section in ("algo", "model", "env", "run"):
         for key, value in plain[section].items():
             whole = f"{section}.{key}"
-            places = [p for k, p in config.provenance.items() if f"{k}.".startswith(f"{whole}.")]
+            places = {p for k, p in config.provenance.items() if f"{k}.".startswith(f"{whole}.")}
             chosen = any(p not in ("default", LAYER) and not p.startswith("defaults of ") for p in places)
-            if chosen and whole not in _ELSEWHERE:
+            if whole not in _ELSEWHERE and (chosen or (value != other[section][key] and LAYER not in places)):
                 lines.append(f"  {key if section == 'algo' else whole}: {yaml_flow(value)}")
     write_atomic(result.preset, "\n".join(lines) + "\n")
 
@@ -133,5 +135,5 @@ def optimism(result: Result) -> str:
     said, fresh = result.sign * result.best.score, result.sign * float(iqm(result.fresh.best))
     lost = result.sign * (said - fresh)
     part = f" ({abs(lost / said):.0%})" if said else ""
-    what = f"{short(abs(lost))}{part} too good" if lost > 0 else "not too good"
+    what = f"{abs(lost):.3g}{part} too good" if lost > 0 else "not too good"
     return f"the search said {short(said)}, which was {what}"

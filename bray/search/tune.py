@@ -99,7 +99,10 @@ class Search:
             said = [f"bray tune --name {self.plan.name}: trial {best.number}, the best of {len(result.trials)}{seeds}"]
             if result.fresh is not None and result.fresh.best:
                 said += [f"{middle(result.fresh.best, self.sign)} on fresh seeds; {optimism(result)}"]
-            write_preset(result, self._probe(self._job("", best.values, self.plan.seed, {}).sources), said)
+            config = self._probe(self._job("", best.values, self.plan.seed, {}).sources)
+            env = config["env"].id if self.made_of["env"] is None else self.made_of["env"]
+            without = Experiment(config["run"].algorithm, env).config
+            write_preset(result, config, without, said)
             return result
         finally:
             RunDir(self.root).close()

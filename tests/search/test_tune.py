@@ -90,8 +90,9 @@ def test_a_grid_leaves_runs_pictures_a_table_and_a_preset(tmp_path, here):
         == 0
     )
     trained = Experiment.load(tmp_path / "t").config
-    assert trained["algo"].lr == best.values["lr"]
-    assert trained["algo"].rollout_length == 16
+    searched = Experiment.load(root / f"trial-{best.number:04d}" / "seed-0").config
+    for section in ("algo", "model", "env"):
+        assert trained[section] == searched[section]
     assert trained["run"].stop == {"env_steps_total": 200}
 
 
