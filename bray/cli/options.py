@@ -160,6 +160,41 @@ class Tune(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Submit(Options):
+    """Write a job for a scheduler: `bray submit slurm --nodes 2 -- train --run PPO ... --cluster ray`.
+
+    Inside of it each task finds its rank and the first one's address in the scheduler's variables. See docs/tuning.md.
+    """
+
+    kind: Annotated[Literal["slurm", "k8s", "local", "here"], Flag(metavar="slurm|k8s|local", argument=True)]
+    """For whom."""
+    words: Annotated[list[str], Flag(metavar="-- COMMAND...", argument=True)]
+    """train, tune, launch, ... with its own flags."""
+    nodes: Count = 1
+    """More than one are a Ray cluster for the command."""
+    cpus: Count = 1
+    """Of each node."""
+    gpus: Whole = 0
+    """Of each node."""
+    memory: Annotated[str | None, Flag(metavar="16G")] = None
+    """Of each node, as the scheduler writes it."""
+    time: Annotated[str | None, Flag(metavar="HH:MM:SS")] = None
+    """After which it is ended."""
+    partition: Annotated[str | None, Flag(metavar="NAME")] = None
+    """slurm: where it queues."""
+    image: Annotated[str, Flag(metavar="IMAGE")] = "bray-train"
+    """k8s: what docker/train.Dockerfile makes, in your registry."""
+    volume: Annotated[str | None, Flag(metavar="CLAIM")] = None
+    """k8s: a volume claim for runs/."""
+    name: Annotated[str | None, Flag(metavar="NAME")] = None
+    """Of the job; without it, bray-COMMAND."""
+    out: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """Write it here; without it, NAME.sbatch, .yaml or .sh."""
+    start: bool = False
+    """Hand it to the scheduler: sbatch, kubectl apply or bash."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Eval(Acting):
     """Play whole episodes with a checkpoint and say how good it is."""
 
@@ -614,6 +649,7 @@ class FakeGamecore(Options):
 COMMANDS: dict[str, tuple[type[Options], str]] = {
     "train": (Train, "bray.cli.train:train"),
     "tune": (Tune, "bray.cli.tune:tune"),
+    "submit": (Submit, "bray.cli.submit:submit"),
     "eval": (Eval, "bray.cli.evaluate:evaluate"),
     "exploitability": (Exploitability, "bray.cli.exploitability:exploitability"),
     "collect": (Collect, "bray.cli.collect:collect"),
