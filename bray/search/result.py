@@ -19,6 +19,8 @@ from bray.metrics.stats import interval, iqm
 from bray.rundir import write_atomic
 from bray.search.space import LAYER
 from bray.search.study import Finding, Study
+from bray.train.live import ID as LIVE
+from bray.train.offline import ID as FILES
 
 _ELSEWHERE = ("run.algorithm", "run.stop", "run.seed", "env.id")  # in a preset, not under `config`
 
@@ -108,15 +110,17 @@ def write_preset(result: Result, config: Resolved, without: Resolved, said: Sequ
     train` with no more than the names of algorithm and environment."""
     run, env = config["run"], config["env"]
     stop = {key: int(value) if float(value).is_integer() else value for key, value in run.stop.items()}
-    lines = [*(f"# {line}" for line in said), f"run: {yaml_flow(run.algorithm)}", f"env: {yaml_flow(env.id)}"]
+    named = [] if env.id in (FILES, LIVE) else [f"env: {yaml_flow(env.id)}"]
+    lines = [*(f"# {line}" for line in said), f"run: {yaml_flow(run.algorithm)}", *named]
     lines += [f"stop: {yaml_flow(stop)}", "config:"]
     plain, other = config.to_dict(), without.to_dict()
-    for section in ("algo", "model", "env", "run"):
+    for section in sorted(plain, key=lambda section: section != "algo"):
         for key, value in plain[section].items():
             whole = f"{section}.{key}"
+            same = value == other.get(section, {}).get(key, value)
             places = {p for k, p in config.provenance.items() if f"{k}.".startswith(f"{whole}.")}
             chosen = any(p not in ("default", LAYER) and not p.startswith("defaults of ") for p in places)
-            if whole not in _ELSEWHERE and (chosen or (value != other[section][key] and LAYER not in places)):
+            if whole not in _ELSEWHERE and (chosen or not (same or LAYER in places)):
                 lines.append(f"  {key if section == 'algo' else whole}: {yaml_flow(value)}")
     write_atomic(result.preset, "\n".join(lines) + "\n")
 

@@ -17,6 +17,8 @@ from bray.search.places import Crew, Resources, make_places
 from bray.search.runner import Job, Outcome
 from bray.search.space import LAYER, LISTS, RANGES, make_space
 from bray.train.goals import STOP_ALIASES, check_stop
+from bray.train.live import ID as LIVE
+from bray.train.offline import ID as FILES
 
 FRESH = 1000
 """From the first seed of the trials to that of the fresh runs."""
@@ -101,7 +103,8 @@ class Search:
                 said += [f"{middle(result.fresh.best, self.sign)} on fresh seeds; {optimism(result)}"]
             config = self._probe(self._job("", best.values, self.plan.seed, {}).sources)
             env = config["env"].id if self.made_of["env"] is None else self.made_of["env"]
-            without = Experiment(config["run"].algorithm, env).config
+            plays = env not in (LIVE, FILES)
+            without = Experiment(config["run"].algorithm, env).config if plays else config
             write_preset(result, config, without, said)
             return result
         finally:
