@@ -36,18 +36,12 @@ class Resources:
             )
 
 
-class Place(Protocol):
-    """A process with one run at a time. `receive` raises Lost where it died."""
-
-    def send(self, job: Job) -> None: ...
-    def receive(self) -> Outcome: ...
-    def give_up(self) -> str:
-        """End it; how it ended."""
-        ...
-
-
 class Places(Protocol):
+    """Processes with one run at a time. Each has `send`, `receive`, which raises Lost where it died, and `give_up`,
+    which ends it and says how it ended."""
+
     count: int
+    """How many there may be."""
 
     def start(self, job: Job) -> Any: ...
     def wait(self, busy: Sequence[Any]) -> list[Any]: ...

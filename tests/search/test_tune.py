@@ -290,6 +290,14 @@ def test_a_search_that_is_killed_goes_on_with_the_same_trials(tmp_path):
     assert lrs == expected  # those of a study that nobody killed
 
 
+@pytest.mark.slow
+def test_trials_on_a_ray_cluster(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # else its processes give way to whatever else runs
+    found = search(tmp_path, lr={"grid_search": [1e-2, 1e-3, 1e30]}, cluster="ray", parallel=2)
+    assert [t.state for t in found.trials] == ["complete", "complete", "failed"]
+    assert (tmp_path / "s" / "trial-0001" / "seed-0" / "checkpoints" / "latest").exists()
+
+
 def test_without_optuna_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "bray.search.study", None)
     assert main(command(tmp_path, "lr=1e-3,1e-4", "--name", "s", "--steps", "9")) == 2
