@@ -146,7 +146,7 @@ ELSEWHERE: dict[str, str] = {
     "policy_type": "run.algorithm: `--run ALGO`",
     "on_policy": "nothing: the algorithm decides what it learns from",
     "encoder": "model.layers, or model.conv_filters for pictures",
-    "use_distributed": "not here: one process learns; in launch files a trainer's num_workers learn together",
+    "use_distributed": "num_learners=K; in launch files a trainer's num_workers learn together",
     "path_agent": f"not here: {_SOCKETS}",
     "path_data": f"not here: {_SOCKETS}",
     "path_traj": f"not here: {_SOCKETS}",

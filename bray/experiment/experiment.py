@@ -241,6 +241,14 @@ class Experiment:
                 "run.output writes the episodes of one policy in environments of one agent that Bray steps, not those "
                 "of games of several agents, live games, files or several policies: leave it out"
             )
+        if c["run"].num_learners > 1:
+            odd = self.is_game or self.live or self.policies or "data" in c.sections or c["run"].output is not None
+            if odd or c["env"].wait_num is not None or c["run"].cluster is not None:
+                raise ConfigError(
+                    "run.num_learners: several learners are for one policy in environments of one agent on this "
+                    "machine, not for games of several agents, live games, files, several policies, run.output, "
+                    "run.cluster or env.wait_num: leave it out"
+                )
         if self.is_game:
             setups = self.policies or {DEFAULT: Setup(self.algo, self.env_id, False, c)}
             home, learn = home_of(c["run"]), c["run"].policies_to_train
@@ -263,6 +271,10 @@ class Experiment:
                 if self.from_files
                 else MixedTraining(*parts, c["data"], home_of(c["run"]))
             )
+        if c["run"].num_learners > 1:
+            from bray.train.learners import LearnersTraining  # few ask for it, and it loads torch.distributed
+
+            return LearnersTraining(*parts)
         return LocalTraining(*parts, home=home_of(c["run"]))
 
     @property
@@ -338,6 +350,11 @@ class Experiment:
         run.callbacks, run.stop_requested, run.hurries, graph = callbacks, False, False, self._graph_export()
         evaluations = Evaluations(self, directory, self._score)
         training.start()
+        if config.num_learners > 1 and callbacks.of_episodes().callbacks:
+            raise ConfigError(
+                "callbacks of episodes see those of one learner, and run.num_learners is more: leave out "
+                "on_episode_start, _step and _end, or set it to 1"
+            )
         for source in training.sources:
             source.watch(callbacks)
         with rundir.logging_to(directory.log), self._closing(graph), open_sinks(directory, [*trackers, *sinks]) as out:
@@ -413,14 +430,22 @@ class Experiment:
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         """`fn(env)` for every environment of the training, in whatever process it is; what it returned, in their order.
         It takes effect before their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
-        self.run.told_envs = True
+        self._tells("foreach_env")
         return [result for source in self.training.sources for result in source.foreach_env(fn)]
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
         """`fn(worker)` in every rollout worker, or here without any: `index`, `envs`, `model`, `policies`; what it
         returned, in their order."""
-        self.run.told_envs = True
+        self._tells("foreach_worker")
         return [result for source in self.training.sources for result in source.foreach_worker(fn)]
+
+    def _tells(self, what: str) -> None:
+        """Functions of the user change the environments."""
+        if self.config["run"].num_learners > 1:
+            raise ConfigError(
+                f"{what} reaches the environments of one learner, and run.num_learners is more: set it to 1"
+            )
+        self.run.told_envs = True
 
     def request_stop(self, hurry: bool = False) -> None:
         """End `train` after the iteration under way, or at once where it waits for games. An evaluation beside the

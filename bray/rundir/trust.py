@@ -164,8 +164,8 @@ ASKS: dict[str, Ask] = {
 """Keys of a run's config that make a process import, connect, listen, or read and write elsewhere."""
 HARMLESS = {
     "run": """
-        policies policies_to_train seed stop init_from init_map init_partial device threads record num_workers lockstep
-        inference env_groups
+        policies policies_to_train seed stop init_from init_map init_partial device threads record
+        num_learners num_workers lockstep inference env_groups
         worker_timeout_s max_worker_restarts num_cpus_per_worker num_gpus_per_worker object_store_mb output_file_mb
         iteration_steps
         eval_freq eval_episodes eval_parallel video_freq checkpoint_freq checkpoint_updates checkpoint_every_s

@@ -122,6 +122,9 @@ class RunConfig:
     record: bool | Literal["compiled"] = True
     """Record updates and forwards once and replay them without Python (`bray.capture`); compiled: updates go through
     torch.compile besides, which takes up to a minute and needs a C++ compiler; false runs them eagerly."""
+    num_learners: Annotated[Count, Flag(metavar="K")] = 1
+    """Processes that learn the same weights together, each with its own `env.num_envs` environments, workers and batch:
+    an update is that of one learner with all their rows (docs/scaling.md)."""
     num_workers: Annotated[Literal["auto"] | Whole, Flag(metavar="N", parse=parse_count)] = "auto"
     """Processes that play beside the one that learns, each with `env.num_envs` environments; 0 = it plays itself. auto
     = the environments that were asked for are dealt out, for algorithms that learn while workers play on; the others

@@ -98,7 +98,7 @@ class Driver:
         for side in sides if len(sides) > 1 else ():
             if side.iterate is not None:
                 raise ConfigError(f"{side.name}: an algorithm with an iteration of its own trains alone")
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or Ranks(alone=True)
         self.distributed = {
             side.name: DistributedLearner(side.learner, self.ranks) for side in self._learning if self.ranks.size > 1
         }

@@ -24,7 +24,7 @@ from bray.envs.device import DeviceVecEnv
 from bray.envs.make import make_vec
 from bray.envs.registry import sent
 from bray.envs.rewards import RewardTransform
-from bray.errors import ConfigError
+from bray.errors import CheckpointError, ConfigError
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import example_obs
 from bray.nn.shared import read_encoder
@@ -39,6 +39,7 @@ from bray.train.evaluate import evaluate_model
 from bray.train.on_device import DeviceSource, why_not_on_device
 from bray.train.output import EpisodeOutput
 from bray.train.processes import Processes
+from bray.train.ranks import Ranks
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.sampler import SamplerPlan, group_numbers
 from bray.train.side import Side
@@ -75,7 +76,7 @@ def make_side(
     Model whose encoder this one has, too."""
     device = resolve_device(run.device) if model is None else next(model.parameters()).device
     tune(device, wait_asleep=run.workers > 0)  # workers need the cores
-    use_threads(run.threads if isinstance(run.threads, int) else threads_for(spec, device))
+    use_threads(run.threads if isinstance(run.threads, int) else max(1, threads_for(spec, device) // run.num_learners))
     with seeded(run.seed) if model is None else nullcontext():
         policy = make_policy(algo, config, spec)
         if model is None:
@@ -127,6 +128,7 @@ class LocalTraining(Driver):
         home: Callable[[], Home] | None = None,
         learns: bool = True,
         reads: nn.Module | None = None,
+        ranks: Ranks | None = None,
     ):
         """`home` makes the place where workers live; None = processes of this machine. `learns`: else it plays with
         the weights that it starts with. `reads`: the Model whose encoder it has, too."""
@@ -151,7 +153,7 @@ class LocalTraining(Driver):
             if self._central is not None:
                 self._central.close()
             raise
-        super().__init__([side], [source])
+        super().__init__([side], [source], ranks=ranks)
         if run.output is not None:
             RunDir(run.output).write_spec(self.spec)
 
@@ -235,6 +237,13 @@ class LocalTraining(Driver):
     def set_state(
         self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path | None = None
     ) -> bool:
+        before, now = int(state["json"].get("learners", 1)), self.run_config.num_learners
+        if before != now:
+            raise CheckpointError(
+                f"the checkpoint is of {before} learner{'s' if before > 1 else ''} and run.num_learners is {now}: what "
+                f"an update learns from would change. Go on with num_learners={before}, or begin a new run with "
+                "init_from=RUN_DIR"
+            )
         exact = super().set_state(state, weights, replay_dir)
         self.experience.change_rewards(RewardTransform(self.env_config, 1, 1.0).clipped)
         return exact

@@ -38,10 +38,10 @@ def is_rank_lost(error: BaseException) -> bool:
 
 
 class Ranks:
-    """This process and its peers, by torch's process group; alone where there is none."""
+    """This process and its peers, by torch's process group; alone where there is none, or where `alone` says so."""
 
-    def __init__(self) -> None:
-        there = dist.is_available() and dist.is_initialized()
+    def __init__(self, alone: bool = False) -> None:
+        there = not alone and dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if there else 0
         self.size: int = dist.get_world_size() if there else 1
         self._control: Any = None
