@@ -111,7 +111,9 @@ def _coverage(part: Coverage) -> str:
 
 def _histogram(values: np.ndarray) -> list[tuple[float, int]]:
     """(low end, how many) of each bar."""
-    counts, ends = np.histogram(values, _BARS if len(np.unique(values)) > 1 else 1)
+    if values.min() == values.max():
+        return [(float(values[0]), len(values))]
+    counts, ends = np.histogram(values, _BARS)
     return [(float(low), int(count)) for low, count in zip(ends[:-1], counts, strict=True)]
 
 

@@ -148,7 +148,7 @@ def find_files(pattern: str | Path) -> list[Path]:
         found = [Path(p) for p in sorted(glob.glob(str(pattern), recursive=True))]
     if not found:
         raise ConfigError(
-            f"--data {pattern}: expected a directory, a file or a pattern of files of episodes "
+            f"{pattern}: expected a directory, a file or a pattern of files of episodes "
             f"({', '.join('*' + s for s in SUFFIXES)}), found none"
         )
     return found
