@@ -274,6 +274,6 @@ def test_tic_tac_toe_is_learnt_by_self_play(tmp_path, seed):
     ) as exp:
         exp.fit({"env_steps_total": 100_000}, progress=False)
         found = exp.training.evaluate(400)
-    assert found["eval/random/win"] > 0.85
-    assert found["eval/random/loss"] < 0.1
-    assert found["eval/first/win"] > 0.8
+    assert found["eval/random/win"] > 0.75  # random against itself: 0.44
+    assert found["eval/random/loss"] < 0.15
+    assert found["eval/first/win"] > 0.75
