@@ -348,7 +348,8 @@ def collapse(rows: Rows) -> Iterator[str]:
 def endless_episodes(rows: Rows) -> Iterator[str]:
     envs = (rows.option("num_envs") or 1) * max(rows.option("num_workers") or 1, 1)
     without = rows[ENV_STEPS] - rows.ended_at
-    if rows["episodes_total"] >= 0 and without > envs * max(ENDLESS, 5.0 * rows.longest):
+    plays = rows["episodes_total"] >= 0 and math.isnan(rows["data/episodes"])  # those of files were played before
+    if plays and without > envs * max(ENDLESS, 5.0 * rows.longest):
         last = f"; the return of {short(rows[_RETURN])} is from step {short(rows.ended_at)}" if rows.longest else ""
         yield (
             f"no episode has ended for {short(without)} steps{last}. A game without an end needs a limit: "

@@ -209,6 +209,13 @@ def test_games_without_an_end_or_a_reward(caplog, tmp_path, monkeypatch):
     assert "no reward was ever seen in " in caplog.text
 
 
+def test_files_have_no_episodes_that_end(caplog):
+    symptoms = Symptoms(OPTIONS)
+    for step in range(0, 40_000, 4_000):
+        assert symptoms.look({**SOUND, "env_steps_total": step, "episodes_total": 0, "data/episodes": 20}) == []
+    assert not warnings(caplog)
+
+
 class Growing(gym.Env):
     """One reward a step, ten steps, observations that grow."""
 
