@@ -21,7 +21,7 @@ from bray.act import GREEDY, TRAINED, Clock, Tick
 from bray.algos import base
 from bray.algos.base import Update, to_torch
 from bray.config.declare import Count, Excludes, Positive, RateSchedule, Share, ShareSchedule, Whole
-from bray.data.reservoir import KEEP, ReplayWithReservoir
+from bray.data.reservoir import KEEP, Reservoirs
 from bray.errors import ConfigError
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
@@ -90,8 +90,8 @@ def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return Model(catalog.make_model("categorical", spec, model), catalog.make_model("q", spec, model))
 
 
-def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> ReplayWithReservoir:
-    return ReplayWithReservoir.of(config, spec.frame_stack, reservoir_size=config.reservoir_size)
+def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Reservoirs:
+    return Reservoirs.of(config, spec.frame_stack, reservoir_size=config.reservoir_size)
 
 
 class Policy(act.Policy):

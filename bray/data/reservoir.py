@@ -66,7 +66,7 @@ class Reservoir:
             self.seen = seen
 
 
-class ReplayWithReservoir(Replay):
+class Reservoirs(Replay):
     """A Replay of all rows, and a reservoir of those whose column `keep` is true. A batch has as many rows of each;
     those of the reservoir, `obs` and `action`, are its `kept`."""
 
