@@ -16,6 +16,7 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--limit-mb", type=int, default=1000)
-    parser.add_argument("--dir", type=Path, default=Path("/tmp/bray-data"))
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "bray-data")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--child", choices=["whole", "rest"], help=argparse.SUPPRESS)
     options = parser.parse_args()
