@@ -120,9 +120,14 @@ class Seating:
 
     def checked(self, policy: Any, agent: str) -> str:
         """A policy that a mapping names."""
+        if not isinstance(policy, str):
+            raise ConfigError(
+                f"run.policy_mapping: expected the name of a policy for agent {agent!r} ({', '.join(self.policies)}), "
+                f"got {policy!r}"
+            )
         if policy not in self.policies:
-            raise UnknownName("policy", str(policy), self.policies, f"run.policy_mapping: agent {agent!r}")
-        return str(policy)
+            raise UnknownName("policy", policy, self.policies, f"run.policy_mapping: agent {agent!r}")
+        return policy
 
 
 ALL_ONE = Seating()
@@ -251,7 +256,13 @@ class TableEnv(gym.Env):
     def step(self, actions: Any) -> Any:
         chosen = {p: side.split(actions[p]) for p, side in self._sides.items()}
         given = {agent: chosen[side][i] for agent, side, i in self._acting}
-        obs, rewards, terminateds, truncateds, infos = self.env.step(given)
+        answer = self.env.step(given)
+        if len(answer) != 5:
+            raise EnvError(
+                f"{self.name}: its step returned {len(answer)} values, expected five dicts: observations, rewards, "
+                "terminateds, truncateds, infos"
+            )
+        obs, rewards, terminateds, truncateds, infos = answer
         self._tick[()] += 1
         over, ends = game_over(terminateds, truncateds, type(self.env).__name__), NOBODY_ENDS
         if any(terminateds.values()) or any(truncateds.values()):
@@ -285,6 +296,11 @@ class TableEnv(gym.Env):
 
     def _show(self, observations: Mapping[str, Any], ends: Set[str]) -> None:
         """Write what seats see now; who has not ended decides next."""
+        if type(observations) is not dict and not isinstance(observations, Mapping):
+            raise EnvError(
+                f"{self.name}, step {self._tick}: expected the observations as a dict by agent, got "
+                f"{type(observations).__name__}"
+            )
         for side in self._sides.values():
             side.reward.fill(0.0)
             side.flags.fill(0)

@@ -192,6 +192,28 @@ def test_a_game_that_does_not_say_who_plays_or_what_they_see_is_refused():
         env_spec(EnvConfig(Nobody))
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("step", ({}, {}, {}, {}), "its step returned 4 values, expected five dicts"),
+        ("step", ([0, 1], {}, {"__all__": False}, {}, {}), "expected the observations as a dict by agent, got list"),
+        ("reset", ([0, 1], {}), "expected the observations as a dict by agent, got list"),
+    ],
+)
+def test_answers_of_another_form_are_one_line(name, answer, said):
+    class Odd(TwoStep):
+        pass
+
+    setattr(Odd, name, lambda self, *_, **__: answer)
+
+    def play(env):
+        env.reset(seed=0)
+        env.step({"default": np.zeros((1, 2), np.int64)})
+
+    with make_vec(EnvConfig(id=Odd, num_envs=1), seed=0) as env, pytest.raises(EnvError, match=said):
+        play(env)
+
+
 def test_what_plays_games_of_one_says_so():
     said = r"TwoStep is a game of several agents.*env.teams joins all agents"
     with make_vec(EnvConfig(id=TwoStep, num_envs=2), seed=0) as env, pytest.raises(ConfigError, match=said):

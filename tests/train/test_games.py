@@ -209,6 +209,7 @@ def test_a_mapping_may_deal_agents_out_anew_in_each_game(tmp_path):
         ({"policy_mapping": {"first": "one"}}, ConfigError, "not of agent 'second'.*policy_mapping="),
         ({"policy_mapping": {"*": "one"}}, ConfigError, "no agent plays by the policy 'two'"),
         ({"policy_mapping": {"*": "thre"}}, UnknownName, "unknown policy 'thre'.*agent 'first'"),
+        ({"policy_mapping": lambda agent, game: None}, ConfigError, r"for agent 'first' \(one, two\), got None"),
         ({"policy_mapping": None}, ConfigError, "which policy decides for it"),
         ({"policies_to_train": ["tow"]}, UnknownName, "unknown policy 'tow'"),
         ({"policies": {"one": "ES", "two": "DQN"}}, ConfigError, "ES learns from whole episodes of one agent"),
