@@ -110,7 +110,7 @@ def main() -> None:
     print(f"{mb / whole['cpu']:,.0f} MB/s of CPU time, {mb / whole['clock']:,.0f} MB/s by the clock")
     print(f"{whole['kb'] / 1e3:,.0f} MB of memory at most, {whole['kb_before'] / 1e3:,.0f} MB before reading began")
     same = "the same" if whole["digest"] == rest["digest"] else "OTHER"
-    print(f"a second process goes on at row {stop * BATCH:,}: {same} rows")
+    print(f"resumed in a second process at row {stop * BATCH:,}: {same} rows as without a break")
     if not options.keep:
         for path in sorted(files.iterdir()):
             path.unlink()

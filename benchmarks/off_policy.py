@@ -34,7 +34,7 @@ def chances(sure: float) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def play(policy: Callable[[np.ndarray], np.ndarray], episodes: int, seed: int) -> list[dict[str, np.ndarray]]:
-    """The first episode of each of so many environments."""
+    """The first episode of each environment."""
     rng, rows = np.random.default_rng(seed), []
     with make_vec(EnvConfig(id="CartPole-v1", num_envs=episodes, max_episode_steps=LIMIT), seed=seed) as env:
         obs, over = env.reset(seed), np.zeros(episodes, bool)

@@ -1,7 +1,7 @@
 """python -m benchmarks.offline CASE... --peer PYTHON [--steps 20000] [--seeds 0 1 2 3 4]
 python -m benchmarks.offline CASE... --peer PYTHON --speed [--turns 5]
 
-Bray beside d3rlpy 2.8 on the same files (`benchmarks.learning.demos`): scores after so many gradient steps, of ten
+Bray beside d3rlpy 2.8 on the same files (`benchmarks.learning.demos`): scores after --steps gradient steps, of ten
 greedy episodes on the same seeds, in points (0 = random play, 100 = the script that made the good half of the data); or
 with --speed the gradient steps in a CPU second, by turns, one thread each. --peer is a Python that has d3rlpy 2.8.1 and
 our torch, in an environment of its own: it wants gymnasium 1.0.

@@ -213,13 +213,13 @@ def _draw_rating(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 def win_rates(out: PathLike, names: Sequence[str], rates: np.ndarray, games: np.ndarray, title: str) -> Path:
     """A heat map: how often each player wins against each other one; pairs that never met are blank."""
     n = len(names)
-    with _picture(Path(out), title, (2.5 + 0.42 * n, 1.8 + 0.38 * n)) as axes:
+    with _picture(Path(out), title, (3.2 + 0.42 * max(n, 5), 2.0 + 0.38 * max(n, 5))) as axes:
         shown = axes.imshow(np.where(games > 0, rates, np.nan), cmap="RdYlGn", vmin=0.0, vmax=1.0)
         for i, j in zip(*np.nonzero(games > 0), strict=True):
             axes.text(j, i, f"{100 * rates[i, j]:.0f}", ha="center", va="center", fontsize=7)
         axes.set_xticks(range(n), names, rotation=60, ha="right", fontsize=8)
         axes.set_yticks(range(n), names, fontsize=8)
-        axes.figure.colorbar(shown, shrink=0.8, label="games won by the row, a draw is a half")
+        axes.figure.colorbar(shown, shrink=0.8, label="won by the row, draws a half")
     return Path(out)
 
 

@@ -21,7 +21,7 @@ from bray.errors import BrayError
 from bray.nn.catalog import ModelConfig
 from bray.spec import EnvSpec
 from bray.train.evaluate import eval_config, play
-from bray.train.games import Player, play_games
+from bray.train.games import ActingPolicy, play_games
 
 EXPLORING = {"rnd": "rnd=1", "noisy": "noisy=true"}
 """Options of an algorithm that explore where chance does not find the reward, and how to switch them on."""
@@ -37,7 +37,7 @@ def look_at(config: EnvConfig, seed: int = 0) -> tuple[EnvSpec, Facts, bool]:
     with make_vec(eval_config(config, _EPISODES), seed=seed) as env:
         if sides := env.spec.sides:
             ((name, side),) = sides.items()
-            player = Player(_Uniform(side.spec, _EPISODES * side.seats), _at_random(side.spec))
+            player = ActingPolicy(_Uniform(side.spec, _EPISODES * side.seats), _at_random(side.spec))
             matches = play_games(
                 env,
                 {name: player},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import numpy as np
 
@@ -12,14 +13,15 @@ from bray.act import SAMPLE
 from bray.cli.options import League as Options
 from bray.cli.show import facts, log_shown, plain_table, put, say, trusting
 from bray.data.piece import DEFAULT
-from bray.errors import ConfigError
+from bray.errors import ConfigError, UnknownName
 from bray.experiment import Experiment
 from bray.experiment.experiment import opponent_of
 from bray.inference.torch_engine import load_weights
 from bray.league import IN_RUN, League, PlayerRef, read_league
 from bray.rundir import RunDir
-from bray.train.acting import Player, player_of
+from bray.train.acting import ActingPolicy, player_of
 from bray.train.games import play_two
+from bray.train.opponents import RANDOM
 from bray.train.table import outcome
 
 _WIDE = 8  # players in a table of who beats whom
@@ -127,9 +129,11 @@ def _play(options: Options, one: str, other: str) -> None:
     exp.close()
 
 
-def _player(exp: Experiment, options: Options, name: str) -> Player:
+def _player(exp: Experiment, options: Options, name: str) -> ActingPolicy:
     served, (side, at, _) = exp.served, name.partition("@")
     if side != DEFAULT:
+        if ":" not in name and name != RANDOM and not Path(name).exists():
+            raise UnknownName("player", name, (DEFAULT, RANDOM), f"or {DEFAULT}@STEP, module:function, a run directory")
         return opponent_of(name, served.spec, trusting(options))
     model = copy.deepcopy(served.model)
     if at:

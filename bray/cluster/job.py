@@ -28,7 +28,7 @@ _LOOK_S = 3.0
 _GONE = 5  # looks in a row without an answer
 
 
-class Task(NamedTuple):
+class JobTask(NamedTuple):
     """One task of a job, as the scheduler's variables say it."""
 
     rank: int
@@ -42,7 +42,7 @@ class Task(NamedTuple):
         return f"{self.head}:{self.port}"
 
 
-def find_task(environ: Mapping[str, str]) -> Task:
+def find_task(environ: Mapping[str, str]) -> JobTask:
     """Which one this is; one alone where no scheduler says anything."""
     if "SLURM_JOB_ID" in environ:
         job, of = environ["SLURM_JOB_ID"], "SLURM"
@@ -51,14 +51,14 @@ def find_task(environ: Mapping[str, str]) -> Task:
     elif any(name in environ for name in (RANK, NODES, HEAD)):
         of, names, hint, port = "a job", (RANK, NODES, HEAD), "start it as `bray submit` writes it", _FIRST_PORT
     else:
-        return Task(0, 1, "127.0.0.1", _FIRST_PORT)
+        return JobTask(0, 1, "127.0.0.1", _FIRST_PORT)
     missing = [name for name in names if not environ.get(name)]
     if missing:
         raise ConfigError(f"this is a task of {of}, and {', '.join(missing)} is not set: {hint}")
     rank, size = (_whole(name, environ[name]) for name in names[:2])
     if not 0 <= rank < size:
         raise ConfigError(f"{names[0]}={rank} is not among the {size} tasks of {names[1]}")
-    return Task(rank, size, first_host(environ[names[2]]), _whole(PORT, environ.get(PORT, str(port))))
+    return JobTask(rank, size, first_host(environ[names[2]]), _whole(PORT, environ.get(PORT, str(port))))
 
 
 def _whole(name: str, text: str) -> int:
@@ -73,7 +73,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
-def run_task(task: Task, command: Sequence[str], environ: Mapping[str, str]) -> int:
+def run_task(task: JobTask, command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the command in the first task, and a node for it in the others; returns the exit code."""
     if task.size == 1:
         return subprocess.call(command, env=dict(environ))
@@ -97,7 +97,7 @@ def own_address() -> str:
         return str(asking.getsockname()[0])
 
 
-def _join(task: Task) -> int:
+def _join(task: JobTask) -> int:
     """Bring this node to the first one's Ray, until that is gone."""
     _await(task)
     with _Node([f"--address={socket.gethostbyname(task.head)}:{task.port}"]) as node:
@@ -129,7 +129,7 @@ class _Node:
             self.process.kill()
 
 
-def _await(task: Task) -> None:
+def _await(task: JobTask) -> None:
     end = time.monotonic() + _PATIENCE
     while not _answers(task):
         if time.monotonic() > end:
@@ -139,7 +139,7 @@ def _await(task: Task) -> None:
         time.sleep(1.0)
 
 
-def _answers(task: Task) -> bool:
+def _answers(task: JobTask) -> bool:
     try:
         socket.create_connection((task.head, task.port), 5.0).close()
     except OSError:

@@ -51,7 +51,7 @@ from bray.rundir.trust import Answer, When
 from bray.rundir.weights import WeightReport
 from bray.serving.graph import GraphExport
 from bray.spec import EnvSpec
-from bray.train.acting import Player
+from bray.train.acting import ActingPolicy
 from bray.train.callbacks import CallbackList, make_callbacks
 from bray.train.device import acting_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
@@ -704,14 +704,14 @@ class Experiment:
             players = self.players(env.spec)
             return play_games(env, players, games, seed, check_mode(act), on_step, most_steps, callbacks)
 
-    def players(self, spec: EnvSpec) -> dict[str, Player]:
+    def players(self, spec: EnvSpec) -> dict[str, ActingPolicy]:
         """Who decides for the sides of a game."""
-        out: dict[str, Player] = {}
+        out: dict[str, ActingPolicy] = {}
         for name, side in spec.sides.items():
             served = self._serve(name)
             if (side.spec.observation, side.spec.action) != (served.spec.observation, served.spec.action):
                 raise CheckpointError(f"the game has other spaces than the policy {name} was trained for")
-            out[name] = Player(served.engine, served.policy, served.initial_state)
+            out[name] = ActingPolicy(served.engine, served.policy, served.initial_state)
         return out
 
     def play_steps(
@@ -792,14 +792,14 @@ class Experiment:
             self._run.close()
 
 
-def opponent_of(name: str, spec: EnvSpec, trust: Answer = False) -> Player:
+def opponent_of(name: str, spec: EnvSpec, trust: Answer = False) -> ActingPolicy:
     """Who plays by this name, in a game with these spaces: a name of `load_opponent`, or the directory of a run."""
     if not Path(name).is_dir():
         return load_opponent(name, spec)
     served = Experiment.load(name, trust=trust, plays=False).served
     if (served.spec.observation, served.spec.action) != (spec.observation, spec.action):
         raise ConfigError(f"opponent {name}: it was trained for other spaces than this game has")
-    return Player(served.engine, served.policy, served.initial_state, SAMPLE)
+    return ActingPolicy(served.engine, served.policy, served.initial_state, SAMPLE)
 
 
 def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any]:

@@ -19,13 +19,13 @@ from bray.errors import BrayError, ConfigError
 from bray.experiment.policy import ServedPolicy
 from bray.spec import EnvSpec
 from bray.train.evaluate import EVAL_SEED, eval_config
-from bray.train.games import Player, play_games
+from bray.train.games import ActingPolicy, play_games
 
 Film = tuple[list[np.ndarray], float, int, float]
 
 
 def film_game(
-    players: Callable[[EnvSpec], Mapping[str, Player]],
+    players: Callable[[EnvSpec], Mapping[str, ActingPolicy]],
     env_config: EnvConfig,
     seating: Seating,
     mode: str = "rgb_array",

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from bray.cluster.machine import Machine
 from bray.envs.process import Child, Lost, portable, unpack
 from bray.errors import ConfigError, ResourceError
-from bray.search.runner import Job, Outcome, Runner, serve
+from bray.search.runner import Runner, TrialEnd, TrialRun, serve
 
 _LOADS = "bray.search.runner"
 _LOOK_S = 5.0  # seconds between two looks at runs of a cluster
@@ -36,19 +36,19 @@ class Resources:
             )
 
 
-class Places(Protocol):
+class TrialPlaces(Protocol):
     """Processes with one run at a time. Each has `send`, `receive`, which raises Lost where it died, and `give_up`,
     which ends it and says how it ended."""
 
     count: int
     """How many there may be."""
 
-    def start(self, job: Job) -> Any: ...
+    def start(self, job: TrialRun) -> Any: ...
     def wait(self, busy: Sequence[Any]) -> list[Any]: ...
     def close(self) -> None: ...
 
 
-def make_places(wants: Resources, cluster: str) -> Places:
+def make_places(wants: Resources, cluster: str) -> TrialPlaces:
     return RayPlaces(wants) if cluster == "ray" else LocalPlaces(wants)
 
 
@@ -72,7 +72,7 @@ class LocalPlaces:
         self._free = [_visible(slot, gpus, wants.gpus) for slot in range(self.count)]
         self._all: list[LocalPlace] = []
 
-    def start(self, job: Job) -> LocalPlace:
+    def start(self, job: TrialRun) -> LocalPlace:
         """A process that can take this job, and others like it."""
         self._all.append(LocalPlace(self, self._free.pop(0), job))
         return self._all[-1]
@@ -94,7 +94,7 @@ class LocalPlaces:
 class LocalPlace:
     """A process of this machine."""
 
-    def __init__(self, places: LocalPlaces, environ: dict[str, str], job: Job):
+    def __init__(self, places: LocalPlaces, environ: dict[str, str], job: TrialRun):
         self._places, self.environ = places, environ
         self.child = Child(serve, (environ,), "bray-trial", _LOADS, needs_main=portable(job)[1])
         self.child.started()
@@ -103,10 +103,10 @@ class LocalPlace:
     def conn(self) -> Any:
         return self.child.conn
 
-    def send(self, job: Job) -> None:
+    def send(self, job: TrialRun) -> None:
         self.child.send(portable(job)[0])
 
-    def receive(self) -> Outcome:
+    def receive(self) -> TrialEnd:
         return unpack(self.child.receive(None))[0]
 
     def give_up(self) -> str:
@@ -147,7 +147,7 @@ class RayPlaces:
         settings: dict[str, Any] = {"address": wants.address} if wants.address else {"num_cpus": machine.cpus}
         self._workers = RayWorkers("trial", self.count, wants.cpus, wants.gpus, "run", settings)
 
-    def start(self, job: Job) -> RayPlace:
+    def start(self, job: TrialRun) -> RayPlace:
         worker = self._workers.start(Runner)
         worker.started()
         return RayPlace(worker)
@@ -168,10 +168,10 @@ class RayPlace:
     def __init__(self, worker: Any):
         self.worker = worker
 
-    def send(self, job: Job) -> None:
+    def send(self, job: TrialRun) -> None:
         self.worker.send("run", portable(job)[0])
 
-    def receive(self) -> Outcome:
+    def receive(self) -> TrialEnd:
         return self.worker.receive(None)
 
     def give_up(self) -> str:
@@ -184,16 +184,18 @@ Ticket = TypeVar("Ticket")
 _LIVES = 2  # a run whose process dies is begun that often, the second time from its checkpoint
 
 
-class Crew:
+class TrialCrew:
     """Places that are started when they are needed, and wait for more when they are not."""
 
-    def __init__(self, places: Places):
+    def __init__(self, places: TrialPlaces):
         self._places, self._idle = places, list[Any]()
 
-    def work(self, take: Callable[[], tuple[Ticket, Job] | None], done: Callable[[Ticket, Outcome], None]) -> None:
+    def work(
+        self, take: Callable[[], tuple[Ticket, TrialRun] | None], done: Callable[[Ticket, TrialEnd], None]
+    ) -> None:
         """Run the jobs that `take` gives, until it has none and all are done."""
-        busy: dict[Any, tuple[Ticket, Job, int]] = {}
-        again: list[tuple[Ticket, Job, int]] = []
+        busy: dict[Any, tuple[Ticket, TrialRun, int]] = {}
+        again: list[tuple[Ticket, TrialRun, int]] = []
         while True:
             while len(busy) < self._places.count:
                 found = None if again else take()
@@ -213,10 +215,10 @@ class Crew:
                     if lives > 1:
                         again.append((ticket, job, lives - 1))
                         continue
-                    outcome = Outcome(error=f"its process died, {_LIVES} times ({end})")
+                    outcome = TrialEnd(error=f"its process died, {_LIVES} times ({end})")
                 done(ticket, outcome)
 
-    def _begin(self, job: Job) -> Any:
+    def _begin(self, job: TrialRun) -> Any:
         while self._idle:
             place = self._idle.pop()
             try:

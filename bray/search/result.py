@@ -18,7 +18,7 @@ from bray.metrics import short
 from bray.metrics.stats import interval, iqm
 from bray.rundir import write_atomic
 from bray.search.space import LAYER
-from bray.search.study import Finding, Study
+from bray.search.study import Study, TrialScore
 from bray.train.live import ID as LIVE
 from bray.train.offline import ID as FILES
 
@@ -43,14 +43,14 @@ class Result:
     """What `bray.tune` returns."""
 
     path: Path
-    trials: list[Finding]
+    trials: list[TrialScore]
     sign: float = 1.0
     """-1 where a smaller number is the better one: scores are larger where better."""
     importances: dict[str, float] = field(default_factory=dict)
     fresh: Fresh | None = None
 
     @property
-    def best(self) -> Finding:
+    def best(self) -> TrialScore:
         """The trial with the highest score of those that came to their end."""
         done = [t for t in self.trials if t.state == "complete"]
         if not done:

@@ -27,7 +27,7 @@ ERROR = "error.txt"
 
 
 @dataclass(frozen=True)
-class Job:
+class TrialRun:
     """Train this run until it stops."""
 
     path: Path
@@ -41,7 +41,7 @@ class Job:
     """When the run is over: `stop` may be of a part of it."""
 
 
-class Outcome(NamedTuple):
+class TrialEnd(NamedTuple):
     """What came of a job."""
 
     score: float | None = None
@@ -66,7 +66,7 @@ def begun(path: Path) -> bool:
     return False
 
 
-def run_job(job: Job) -> Outcome:
+def run_job(job: TrialRun) -> TrialEnd:
     """Begin the run or go on with it. What it raises is its outcome: one trial ends no study."""
     try:
         return _trained(job)
@@ -74,10 +74,10 @@ def run_job(job: Job) -> Outcome:
         if job.path.is_dir():
             (job.path / ERROR).write_text(traceback.format_exc())
         text = str(e) if isinstance(e, BrayError) else f"{type(e).__name__}: {e}"
-        return Outcome(error=text.strip().splitlines()[-1] if text.strip() else type(e).__name__)
+        return TrialEnd(error=text.strip().splitlines()[-1] if text.strip() else type(e).__name__)
 
 
-def _trained(job: Job) -> Outcome:
+def _trained(job: TrialRun) -> TrialEnd:
     goes_on = begun(job.path)
     exp = Experiment(sources=job.sources, path=job.path, **job.made_of)
     if goes_on:
@@ -90,14 +90,14 @@ def _trained(job: Job) -> Outcome:
         row, score = exp.last_row or {}, Score(exp.config["run"])
         value, steps = score.of(current(row)), int(row.get("env_steps_total") or 0)
         if value is None:
-            return Outcome(error=f"after {steps:,} steps no row had {score.key}, by which runs are compared")
-        return Outcome(value, steps, bool(reached(job.ends, row)))
+            return TrialEnd(error=f"after {steps:,} steps no row had {score.key}, by which runs are compared")
+        return TrialEnd(value, steps, bool(reached(job.ends, row)))
 
 
 class Runner:
     """What a process holds that runs jobs."""
 
-    def run(self, job: bytes) -> Outcome:
+    def run(self, job: bytes) -> TrialEnd:
         return run_job(pickle.loads(job))  # from the process that started this one, and nowhere else
 
     def close(self) -> None:

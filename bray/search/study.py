@@ -27,7 +27,7 @@ from bray.config.declare import show
 from bray.errors import BrayError, ConfigError, UnknownName
 from bray.metrics.stats import iqm
 from bray.search.population import copy_runs, exploits
-from bray.search.runner import Job, Outcome
+from bray.search.runner import TrialEnd, TrialRun
 from bray.search.space import Space
 
 SCHEDULERS = ("asha", "median", "pbt")
@@ -81,7 +81,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Finding:
+class TrialScore:
     """What is known of a trial."""
 
     number: int
@@ -107,7 +107,7 @@ class _Member:
     """Those to come."""
     todo: list[int]
     """Seeds to go to the first of them."""
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, TrialEnd] = field(default_factory=dict)
     """Of those that are there."""
 
     @property
@@ -117,7 +117,7 @@ class _Member:
 
 class Study:
     """root    its directory
-    job        the job of a run: (trial's directory name, values, seed, stop) -> Job
+    job        the job of a run: (trial's directory name, values, seed, stop) -> TrialRun
     told       called with each trial that is over"""
 
     def __init__(
@@ -125,9 +125,9 @@ class Study:
         root: Path,
         space: Space,
         plan: Plan,
-        job: Callable[[str, dict[str, Any], int, dict[str, float]], Job],
+        job: Callable[[str, dict[str, Any], int, dict[str, float]], TrialRun],
         storage: str | None = None,
-        told: Callable[[Finding], None] = lambda finding: None,
+        told: Callable[[TrialScore], None] = lambda finding: None,
     ):
         self.root, self.space, self.plan, self._job, self._told = root, space, plan, job, told
         grid, self.total = _planned(space, plan)
@@ -145,7 +145,7 @@ class Study:
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[TrialScore]:
         """All trials that have begun, in their order."""
         return [self._finding(t) for t in self._trials() if t.state != TrialState.WAITING]
 
@@ -161,11 +161,11 @@ class Study:
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         return self._optuna.get_trials(deepcopy=False, states=states or None)
 
-    def _finding(self, trial: FrozenTrial) -> Finding:
+    def _finding(self, trial: FrozenTrial) -> TrialScore:
         about = trial.user_attrs
         state = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
         reported = trial.intermediate_values
-        return Finding(
+        return TrialScore(
             trial.number,
             {d.name: d.from_plain(trial.params[d.name]) for d in self.space.dimensions if d.name in trial.params},
             state.get(trial.state, "at work"),
@@ -178,7 +178,7 @@ class Study:
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
-    def take(self) -> tuple[tuple[_Member, int], Job] | None:
+    def take(self) -> tuple[tuple[_Member, int], TrialRun] | None:
         """The next run to go on with, if there is one now: those of earlier trials first."""
         for member in self._members.values():
             if member.todo:
@@ -194,7 +194,7 @@ class Study:
         self._enter(self._optuna.ask())
         return self.take()
 
-    def done(self, ticket: tuple[_Member, int], outcome: Outcome) -> None:
+    def done(self, ticket: tuple[_Member, int], outcome: TrialEnd) -> None:
         """What came of a run."""
         member, seed = ticket
         if member.trial.number not in self._members:  # another of its runs has failed

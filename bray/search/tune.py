@@ -13,8 +13,8 @@ from bray.config import ConfigSource, Resolved
 from bray.errors import ConfigError, UnknownName, how_to_install
 from bray.experiment import Experiment
 from bray.rundir import RunDir
-from bray.search.places import Crew, Resources, make_places
-from bray.search.runner import Job, Outcome
+from bray.search.places import Resources, TrialCrew, make_places
+from bray.search.runner import TrialEnd, TrialRun
 from bray.search.space import LAYER, LISTS, RANGES, make_space
 from bray.train.goals import STOP_ALIASES, check_stop
 from bray.train.live import ID as LIVE
@@ -72,11 +72,11 @@ class Search:
     def _probe(self, sources: Sequence[ConfigSource]) -> Resolved:
         return Experiment(sources=sources, **self.made_of).config
 
-    def _job(self, folder: str, values: Mapping[str, Any] | None, seed: int, stop: dict[str, float]) -> Job:
+    def _job(self, folder: str, values: Mapping[str, Any] | None, seed: int, stop: dict[str, float]) -> TrialRun:
         ends = dict(self.plan.stop)
         sources = [*self.space.sources(values), ConfigSource(LAYER, {"run": {"seed": seed, "stop": ends}})]
         changes = [] if values is None else self.space.changes(values)
-        return Job(self.root / folder / f"seed-{seed}", self.made_of, sources, changes, stop, ends)
+        return TrialRun(self.root / folder / f"seed-{seed}", self.made_of, sources, changes, stop, ends)
 
     def run(self, told: Callable[[Any, int], None] = lambda finding, total: None) -> Any:
         """Search, or go on; `told` gets each trial that is over, and how many there will be."""
@@ -89,7 +89,7 @@ class Search:
             study = Study(self.root, self.space, self.plan, self._job, self.storage, lambda f: told(f, study.total))
             places = make_places(self.resources, self.cluster)
             try:
-                crew = Crew(places)
+                crew = TrialCrew(places)
                 crew.work(study.take, study.done)
                 result = Result(self.root, study.findings(), self.sign, study.importances())
                 best = result.best
@@ -110,7 +110,7 @@ class Search:
         finally:
             RunDir(self.root).close()
 
-    def _fresh(self, crew: Crew, values: Mapping[str, Any]) -> Any:
+    def _fresh(self, crew: TrialCrew, values: Mapping[str, Any]) -> Any:
         """The best settings, and those without what was searched, on seeds that nothing was chosen by."""
         from bray.search.result import Fresh
 
@@ -123,7 +123,7 @@ class Search:
             (kind, of), seed = next(todo, ((None, None), 0))
             return None if kind is None else ((kind, seed), self._job(f"fresh/{kind}", of, seed, dict(self.plan.stop)))
 
-        def done(ticket: tuple[str, int], outcome: Outcome) -> None:
+        def done(ticket: tuple[str, int], outcome: TrialEnd) -> None:
             if outcome.score is not None:
                 scores[ticket[0]][ticket[1]] = outcome.score
 

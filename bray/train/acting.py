@@ -21,7 +21,7 @@ def initial_state(model: nn.Module) -> Any:
 
 
 @dataclass
-class Player:
+class ActingPolicy:
     """Who plays a side, where nobody learns."""
 
     engine: Any
@@ -38,6 +38,6 @@ def acting_engine(model: nn.Module, policy: Any, record: Record = True) -> Torch
     return TorchEngine(model, None if is_recurrent(model) else policy.reads, record)
 
 
-def player_of(model: nn.Module, policy: Any, record: Record = True, mode: str | None = None) -> Player:
+def player_of(model: nn.Module, policy: Any, record: Record = True, mode: str | None = None) -> ActingPolicy:
     """Who plays by a Model and a Policy."""
-    return Player(acting_engine(model, policy, record), policy, initial_state(model), mode)
+    return ActingPolicy(acting_engine(model, policy, record), policy, initial_state(model), mode)

@@ -30,7 +30,7 @@ from bray.metrics.rows import side_key
 from bray.nn.catalog import example_obs
 from bray.rundir import RunDir
 from bray.spec import EnvSpec, SideSpec
-from bray.train.acting import Player, acting_engine, initial_state, player_of
+from bray.train.acting import ActingPolicy, acting_engine, initial_state, player_of
 from bray.train.callbacks import CallbackList
 from bray.train.central import CentralServer, CentralServers
 from bray.train.config import RunConfig
@@ -132,7 +132,7 @@ class GameTraining(Driver):
         env: EnvConfig,
         learn: Sequence[str] | None = None,
         home: Callable[[], Home] | None = None,
-        opponent_of: Callable[[str, EnvSpec], Player] = load_opponent,
+        opponent_of: Callable[[str, EnvSpec], ActingPolicy] = load_opponent,
     ):
         """`setups`: of each policy, by name. `learn`: names of those that do; None: all. `home` makes the place where
         workers live; None = processes of this machine. `opponent_of`: who plays by a name in evaluations of
@@ -307,7 +307,7 @@ def _check(run: RunConfig, env: EnvConfig) -> None:
 
 def play_games(
     env: VecEnv,
-    players: Mapping[str, Player],
+    players: Mapping[str, ActingPolicy],
     games: int,
     seed: int,
     mode: str = GREEDY,
@@ -348,7 +348,7 @@ def play_games(
     return [match for d in done for match in d]
 
 
-def evaluate_games(players: Mapping[str, Player], env: EnvConfig, seating: Seating, games: int) -> dict[str, Any]:
+def evaluate_games(players: Mapping[str, ActingPolicy], env: EnvConfig, seating: Seating, games: int) -> dict[str, Any]:
     """Greedy games: the sum of all agents' returns, and each agent's and side's mean."""
     with make_vec(eval_config(env, min(games, 16)), seed=EVAL_SEED, seating=seating) as envs:
         return summarize_games(play_games(envs, players, games, EVAL_SEED))
@@ -368,8 +368,8 @@ class InTurns:
 
 
 def play_two(
-    one: Player,
-    other: Player,
+    one: ActingPolicy,
+    other: ActingPolicy,
     env: EnvConfig,
     agents: Sequence[str],
     games: int,
@@ -385,7 +385,7 @@ def play_two(
 
 
 def play_opponents(
-    me: Player, opponents: Mapping[str, Player], env: EnvConfig, agents: Sequence[str], games: int
+    me: ActingPolicy, opponents: Mapping[str, ActingPolicy], env: EnvConfig, agents: Sequence[str], games: int
 ) -> dict[str, Any]:
     """Games against each: how often they are won, drawn and lost (`eval/NAME/win`), and the mean return of all."""
     found: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from bray.act.rules import make_rule
 from bray.errors import ConfigError, UnknownName
 from bray.named import load_named
 from bray.spec import EnvSpec
-from bray.train.acting import Player
+from bray.train.acting import ActingPolicy
 from bray.train.table import SeatRollout
 
 RANDOM, FIRST = "random", "first"
@@ -55,9 +55,9 @@ class BotSeats(SeatRollout):
         return actions
 
 
-def load_opponent(name: str, spec: EnvSpec) -> Player:
+def load_opponent(name: str, spec: EnvSpec) -> ActingPolicy:
     """`random`, or `module:function`; in a game with these spaces."""
-    anybody = Player(Blank(spec), Policy(spec.layout, make_rule("dist")), mode=SAMPLE)
+    anybody = ActingPolicy(Blank(spec), Policy(spec.layout, make_rule("dist")), mode=SAMPLE)
     if name == RANDOM:
         return anybody
     if ":" not in name:

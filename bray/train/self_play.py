@@ -29,7 +29,7 @@ from bray.errors import CheckpointError
 from bray.inference.torch_engine import load_weights
 from bray.league import IN_RUN, League, Outcome, PlayerRef, ResultLog, make_players
 from bray.rundir import RunDir
-from bray.train.acting import Player, player_of
+from bray.train.acting import ActingPolicy, player_of
 from bray.train.config import SelfPlayConfig
 from bray.train.rollout import zeroed
 from bray.train.side import Side
@@ -48,7 +48,7 @@ class Snapshots:
         """most: Models at once. To be made before the policy is told which seats are its own."""
         self._policy = copy.deepcopy(side.policy)
         self._side, self._most, self._record = side, most, record
-        self._players: OrderedDict[int, Player] = OrderedDict()
+        self._players: OrderedDict[int, ActingPolicy] = OrderedDict()
         self._unsaved: dict[int, Mapping[str, np.ndarray]] = {}
         self._directory: RunDir | None = None
 
@@ -71,7 +71,7 @@ class Snapshots:
         self._directory.save_weights(version, weights, self._side.name)
         self._directory.protect(version, self._side.name)
 
-    def player(self, version: int) -> Player:
+    def player(self, version: int) -> ActingPolicy:
         """Who plays by these weights. CheckpointError where they are gone."""
         if version not in self._players:
             weights = self._unsaved.get(version)
@@ -86,7 +86,7 @@ class Snapshots:
         self._players.move_to_end(version)
         return self._players[version]
 
-    def _new_player(self) -> Player:
+    def _new_player(self) -> ActingPolicy:
         return player_of(copy.deepcopy(self._side.model), self._policy, self._record, SAMPLE)
 
 
@@ -199,7 +199,7 @@ class LeagueSource(TableSource):
         self.league.log.keep_in(directory.path / IN_RUN)
         self.snapshots.keep_in(directory)
 
-    def first(self) -> Player:
+    def first(self) -> ActingPolicy:
         """The first of its snapshots."""
         self._freeze_first()
         step = self.league.past()[0].step

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from bray.cli.main import main
-from bray.cluster.job import Task, find_task, first_host, own_address
+from bray.cluster.job import JobTask, find_task, first_host, own_address
 from bray.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -143,10 +143,10 @@ def test_a_scheduler_that_is_not_here(tmp_path, monkeypatch, capsys):
 
 
 def test_what_a_task_is():
-    assert find_task({}) == Task(0, 1, "127.0.0.1", 20_000)
-    assert find_task(SLURM) == Task(1, 3, "gpu07", 20_012)
+    assert find_task({}) == JobTask(0, 1, "127.0.0.1", 20_000)
+    assert find_task(SLURM) == JobTask(1, 3, "gpu07", 20_012)
     assert find_task({**SLURM, "BRAY_PORT": "7001"}).address == "gpu07:7001"
-    assert find_task(JOB) == Task(0, 2, "bray-train-0.bray-train", 20_000)
+    assert find_task(JOB) == JobTask(0, 2, "bray-train-0.bray-train", 20_000)
 
 
 @pytest.mark.parametrize(

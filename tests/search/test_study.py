@@ -6,8 +6,8 @@ import pytest
 
 from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment
-from bray.search.places import Crew, LocalPlaces, Resources
-from bray.search.runner import Job, Outcome
+from bray.search.places import LocalPlaces, Resources, TrialCrew
+from bray.search.runner import TrialEnd, TrialRun
 from bray.search.space import make_space, typed
 from bray.search.study import JOURNAL, Plan, Study
 
@@ -20,20 +20,20 @@ def open_study(path, space, storage=None, **plan):
     plan = Plan(**{"name": "s", "stop": {"env_steps_total": 2700}, **plan})
 
     def job(folder, values, seed, stop):
-        return Job(path / folder / f"seed-{seed}", {}, [values], [], stop, dict(plan.stop))
+        return TrialRun(path / folder / f"seed-{seed}", {}, [values], [], stop, dict(plan.stop))
 
     return Study(path, space, plan, job, storage)
 
 
 def run(study, score, most=10_000):
-    """Answer jobs by `score(values, seed, steps)`, an Outcome or a number; how many were."""
+    """Answer jobs by `score(values, seed, steps)`, a TrialEnd or a number; how many were."""
     for count in range(most):
         if (taken := study.take()) is None:
             return count
         (ticket, job), steps = taken, int(taken[1].stop["env_steps_total"])
         (values,) = job.sources
         found = score(values, ticket[1], steps)
-        study.done(ticket, found if isinstance(found, Outcome) else Outcome(found, steps, steps >= 2700))
+        study.done(ticket, found if isinstance(found, TrialEnd) else TrialEnd(found, steps, steps >= 2700))
     return most
 
 
@@ -127,7 +127,7 @@ def test_a_failed_trial_is_counted_and_the_study_goes_on(tmp_path):
     study = open_study(tmp_path, space_of("lr=1e-3,1e-4,1e-5,1e-6"), num_seeds=2)
 
     def score(values, seed, steps):
-        return Outcome(steps=40, error="the loss is not finite") if values["lr"] == 1e-4 and seed == 1 else 1.0
+        return TrialEnd(steps=40, error="the loss is not finite") if values["lr"] == 1e-4 and seed == 1 else 1.0
 
     run(study, score)
     found = study.findings()
@@ -138,7 +138,7 @@ def test_a_failed_trial_is_counted_and_the_study_goes_on(tmp_path):
 def test_where_the_first_trials_all_fail_the_study_ends(tmp_path):
     study = open_study(tmp_path, space_of("lr=1e-3,1e-4,1e-5,1e-6"))
     with pytest.raises(BrayError, match="the first 3 trials failed, and the study ends: seed 0: no such game"):
-        run(study, lambda values, seed, steps: Outcome(error="no such game"))
+        run(study, lambda values, seed, steps: TrialEnd(error="no such game"))
     assert len(study.findings()) == 3
 
 
@@ -203,12 +203,12 @@ def test_a_run_whose_process_dies_is_begun_again_once():
             self.places.asked.append(self.job)
             if self.places.asked.count(self.job) <= self.job:  # job N dies N times
                 raise Lost("died")
-            return Outcome(1.0)
+            return TrialEnd(1.0)
 
         def give_up(self):
             return "exit code -9, Killed"
 
-    class Places:
+    class TrialPlaces:
         count, asked = 2, []
 
         def start(self, job):
@@ -218,12 +218,12 @@ def test_a_run_whose_process_dies_is_begun_again_once():
             return busy[:1]
 
     jobs, done = iter([("a", 0), ("b", 1), ("c", 2), ("d", 0)]), {}
-    Crew(Places()).work(lambda: next(jobs, None), done.__setitem__)
+    TrialCrew(TrialPlaces()).work(lambda: next(jobs, None), done.__setitem__)
     assert done == {
-        "a": Outcome(1.0),
-        "b": Outcome(1.0),
-        "c": Outcome(error="its process died, 2 times (exit code -9, Killed)"),
-        "d": Outcome(1.0),
+        "a": TrialEnd(1.0),
+        "b": TrialEnd(1.0),
+        "c": TrialEnd(error="its process died, 2 times (exit code -9, Killed)"),
+        "d": TrialEnd(1.0),
     }
 
 
