@@ -67,7 +67,7 @@ def test_two_players_play(run, capsys):
         (["--play", "default"], "two players"),
         (["default", "random"], "two players"),
         (["--play", "default", "default@7"], "7.safetensors is missing"),
-        (["--play", "default", "nobody"], "first, random"),
+        (["--play", "default", "nobody"], "Known: default, random"),
     ],
 )
 def test_wrong_players_are_named(run, words, message, capsys):
