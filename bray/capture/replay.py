@@ -213,11 +213,16 @@ def cuda_graph(play: Replay, tape: Tape, flat: list[Tensor]) -> Replay:
             play(static)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
+    # The products of all graphs recorded on one stream share cuBLAS's workspace, counters that kernels wait for
+    # included: two such graphs that run at the same time may wait for ever. Who plays graphs beside others does it on a
+    # stream of its own (central inference), and they are recorded there.
+    here = torch.cuda.current_stream()
+    own = None if here == torch.cuda.default_stream() else here
     gc.collect()
     gc.disable()  # an old graph that is freed while a new one is recorded breaks the recording
     try:
         # What other threads do on the device meanwhile (central inference) does not break the recording.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
+        with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"), torch.no_grad():
             results = Results(play(static))
     finally:
         gc.enable()

@@ -80,7 +80,10 @@ class CentralServer:
         outputs = None if is_recurrent(model) else tuple(dict.fromkeys((*policy.reads, *policy.keeps)))
         self._engine = TorchEngine(self.model, outputs, record)
         self._lock = threading.Lock()
-        self._written = torch.cuda.Event() if self._engine.device.type == "cuda" else None
+        device = self._engine.device
+        self._written = torch.cuda.Event() if device.type == "cuda" else None
+        # Samplers wait for this stream, and nobody for the learner's: its kernels let these pass.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.forwards = self.rows = 0
         """How many there have been, and of how many rows."""
         starts = [0, *accumulate(n for n in groups for _ in range(workers))]
@@ -89,9 +92,12 @@ class CentralServer:
         self._sizes = _batch_sizes(max(groups), workers, len(groups), self.total)
         memory = initial_state(model)
         example = (obs,) if memory is None else (obs, memory(1))
-        self._make_memory(example, self._engine.forward(*example))
-        for size in self._sizes:  # recorded now: a recording looks at random numbers of the whole process
-            self._forward(slice(0, size))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._make_memory(example, self._engine.forward(*example))
+            for size in self._sizes:  # recorded now: a recording looks at random numbers of the whole process
+                self._forward(slice(0, size))
         context = multiprocessing.get_context("spawn")
         self._questions, self._asking = context.Pipe(duplex=False)
         self._pipes = [context.Pipe(duplex=False) for _ in range(workers)]
@@ -142,14 +148,12 @@ class CentralServer:
     # --- in the thread
 
     def _serve(self) -> None:
-        # Samplers wait for this stream, and nobody for the learner's: its kernels let these pass.
-        stream = torch.cuda.Stream(self._engine.device, priority=-1) if self._written else None
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._stream):
             while _STOP not in (asked := _read(self._questions)):
                 try:
                     with self._lock:
-                        if stream is not None and self._written is not None:
-                            stream.wait_event(self._written)
+                        if self._stream is not None and self._written is not None:
+                            self._stream.wait_event(self._written)
                         self._answer(asked)
                 except Exception as e:
                     logger.exception("central inference failed")
