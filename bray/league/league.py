@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import zlib
+from array import array
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ class _Refs(list[PlayerRef]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers: list[int] = []
+        self.numbers = array("q")
 
     def note(self, ref: PlayerRef, number: int) -> None:
         self.append(ref)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +30,8 @@ class Payoff:
         self.decay, self.min_games = decay, min_games
         # Of each player, by the other one: the number of their pair, or where the other one is its first, ~number.
         self._pairs: dict[int, dict[int, int]] = {}
+        self._rows: dict[int, np.ndarray] = {}
+        """The same of who has asked for its win rates, to look up thousands at once; _NEVER: not met."""
         self._counts = array("d")  # of each pair: won by the first, drawn, lost by the first
         self._games = array("q")
 
@@ -44,6 +45,9 @@ class Payoff:
         if pair is None:
             pairs[b] = pair = len(self._games)
             self._pairs.setdefault(b, {})[a] = ~pair
+            for one, other, number in ((a, b, pair), (b, a, ~pair)):
+                if (row := self._rows.get(one)) is not None and other < len(row):
+                    row[other] = number
             counts.extend((0.0, 0.0, 0.0))
             self._games.append(0)
         elif pair < 0:
@@ -69,11 +73,16 @@ class Payoff:
 
     def win_rates(self, a: int, others: Sequence[int]) -> np.ndarray:
         """How often `a` wins against each of the others, a draw being half a win."""
-        pairs = self._pairs.get(a)
-        if not pairs or not others:
-            return np.full(len(others), 0.5)
-        found = np.fromiter(map(pairs.get, others, repeat(_NEVER)), np.int64, len(others))
-        rates, met = np.full(len(others), 0.5), np.flatnonzero(found != _NEVER)
+        rates, pairs = np.full(len(others), 0.5), self._pairs.get(a)
+        if not pairs or not len(others):
+            return rates
+        of, row = np.asarray(others), self._rows.get(a)
+        if row is None or len(row) <= of.max():
+            met = np.fromiter(pairs, np.int64, len(pairs))
+            row = self._rows[a] = np.full(2 * (max(of.max(), met.max()) + 1), _NEVER)
+            row[met] = np.fromiter(pairs.values(), np.int64, len(pairs))
+        found = row[of]
+        met = np.flatnonzero(found != _NEVER)
         swapped = found[met] < 0
         pair = np.where(swapped, ~found[met], found[met])
         counts = np.frombuffer(self._counts).reshape(-1, 3)[pair]

@@ -514,3 +514,15 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     for block in re.findall(r"```python\n(.*?)```", page, re.S):
         exec(compile(block, "docs/league.md", "exec"), {})
     assert re.search(r"True \d+", capsys.readouterr().out)
+
+
+def test_win_rates_are_those_of_the_records_while_pairs_meet_and_players_come():
+    rng, payoff = np.random.default_rng(3), Payoff(min_games=2)
+    for game in range(600):
+        players = 3 + game // 20  # more and more
+        a, b = rng.choice(players, 2, replace=False).tolist()
+        payoff.add(a, b, int(rng.integers(-1, 2)))
+        me, others = int(rng.integers(3)), rng.permutation(players + 5).tolist()
+        records = [payoff.record(me, other) for other in others]
+        expected = [(r.wins + r.draws / 2) / (r.wins + r.draws + r.losses) if r.games >= 2 else 0.5 for r in records]
+        assert payoff.win_rates(me, others) == pytest.approx(expected)
