@@ -1,5 +1,5 @@
-"""Two ranks over gloo, in processes of their own, without a cluster: every test looks at what one run of all scenarios
-has left."""
+"""Two ranks over gloo, and once four, in processes of their own, without a cluster: every test looks at what one run
+of all scenarios has left."""
 
 import os
 import pickle
@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import nn
 
 from bray.act import Clock
 from bray.data.piece import side_by_side
+from bray.envs.fork_server import ForkedProcess
 from bray.errors import ConfigError, Unreachable
 from bray.remote.trainer.worker import is_worth_another_try
 from bray.train.driver import Hook
@@ -191,7 +191,7 @@ def learnt(algorithm, record, batches, ranks=None):
 
 
 def given_to(algorithm, rank):
-    """What a rank learns from in three updates: of PPO and the like rows of which more are dead on the second one."""
+    """What a rank learns from in three updates: of PPO and the like rows of which fewer or more are dead."""
     if algorithm == "DQN":
         return [transitions(10 * i + rank) for i in range(3)]
     rng = np.random.default_rng(rank)
@@ -203,7 +203,7 @@ def given_to(algorithm, rank):
         extras = {"action": rng.integers(0, 2, t), "logp": logp}
         outputs = {"value": rng.standard_normal(t + 1).astype(np.float32)}
         piece = toy_piece(obs, extras, outputs, (1 + rank) * rng.standard_normal(t))
-        given.append(replace(piece, valid=rng.random((t, 1)) < 0.9 - 0.5 * rank))
+        given.append(replace(piece, valid=rng.random((t, 1)) < (0.9, 0.4, 0.7, 0.2)[rank]))
     return given
 
 
@@ -312,26 +312,31 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def rank_main(rank, path):
+class Rank(ForkedProcess):
+    """Begins with all that this file imports: four of them would be most of what the test costs."""
+
+    module = __name__
+
+
+def rank_main(rank, size, path, scenarios):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=size)
     ranks = Ranks()
-    for scenario in SCENARIOS:
+    for name in scenarios:
         try:
-            out = scenario(ranks, path)
+            out = globals()[name](ranks, path)
         except BaseException:
             out = traceback.format_exc()
             print(out, file=sys.stderr)
-            os._exit(1)  # the other one does not wait
-        with open(f"{path}/{scenario.__name__}-{rank}", "wb") as f:
+            os._exit(1)  # the others do not wait
+        with open(f"{path}/{name}-{rank}", "wb") as f:
             pickle.dump(out, f)
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("ranks"))
-    context = multiprocessing.get_context("spawn")
-    children = [context.Process(target=rank_main, args=(r, path)) for r in range(2)]
+def left_by(size, path, scenarios):
+    """What a scenario has returned on each of so many ranks that run these; of one that died nothing."""
+    names = [scenario.__name__ for scenario in scenarios]
+    children = [Rank(target=rank_main, args=(r, size, str(path), names)) for r in range(size)]
     for child in children:
         child.start()
     try:
@@ -343,13 +348,20 @@ def outcome(tmp_path_factory):
                 child.kill()
 
     def read(scenario):
-        return [
-            pickle.loads((Path(path) / f"{scenario.__name__}-{r}").read_bytes())
-            for r in range(2)
-            if (Path(path) / f"{scenario.__name__}-{r}").exists()
-        ]
+        files = [Path(path) / f"{scenario.__name__}-{r}" for r in range(size)]
+        return [pickle.loads(file.read_bytes()) for file in files if file.exists()]
 
     return read
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    return left_by(2, tmp_path_factory.mktemp("ranks"), SCENARIOS)
+
+
+@pytest.fixture(scope="module")
+def outcome_of_four(tmp_path_factory):
+    return left_by(4, tmp_path_factory.mktemp("four"), [first_steps])
 
 
 # --- what they have left ----------------------------------------------------------------------------------------------
@@ -426,18 +438,21 @@ def test_a_learner_on_two_ranks_makes_as_many_steps_as_the_rank_that_wants_fewes
     assert a["differed"] == b["differed"] == 0  # they look at the KL of all rows
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("algorithm", TOGETHER)
-def test_two_ranks_learn_what_one_with_both_batches_learns(outcome, algorithm):
-    both = zip(*(given_to(algorithm, rank) for rank in range(2)), strict=True)
+def test_several_ranks_learn_what_one_with_all_their_batches_learns(request, algorithm, size):
+    outcome = request.getfixturevalue("outcome" if size == 2 else "outcome_of_four")
+    all_of_them = zip(*(given_to(algorithm, rank) for rank in range(size)), strict=True)
     join = side_by_side if algorithm != "DQN" else lambda xs: {k: np.concatenate([x[k] for x in xs]) for k in xs[0]}
-    alone, _ = learnt(algorithm, False, [join(list(parts)) for parts in both])
+    alone, _ = learnt(algorithm, False, [join(list(parts)) for parts in all_of_them])
     for record in (True, False):
         ranks = [one[algorithm, record] for one in outcome(first_steps)]
+        assert len(ranks) == size
         for seen, is_recorded in ranks:
             assert is_recorded == record
             for step, (mine, its) in enumerate(zip(seen, alone, strict=True)):
                 assert same(mine, its, 1e-6 if step == 0 else 2e-5), (record, step)
-        assert all(same(x, y) for x, y in zip(ranks[0][0], ranks[1][0], strict=True))
+        assert all(same(x, y) for other in ranks[1:] for x, y in zip(ranks[0][0], other[0], strict=True))
 
 
 def test_a_learner_with_parts_of_its_own_on_two_ranks(outcome):
