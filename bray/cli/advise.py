@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,12 +14,14 @@ from bray.config.runfile import preset, scores
 from bray.data.experience import Replay
 from bray.data.rollouts import Rollouts
 from bray.diagnosis.advise import Candidate, Facts
+from bray.envs.build import Builder
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
+from bray.envs.table import ALL_ONE, Seating
 from bray.envs.vector import VecEnv
 from bray.errors import BrayError
 from bray.nn.catalog import ModelConfig
-from bray.spec import EnvSpec
+from bray.spec import EnvSpec, Space
 from bray.train.evaluate import eval_config, play
 from bray.train.games import ActingPolicy, play_games
 
@@ -30,36 +32,56 @@ REPLAYED = ("replay", "sequences")
 _EPISODES, _STEPS = 8, 5_000  # of random play; it ends with the first of them
 
 
-def look_at(config: EnvConfig, seed: int = 0) -> tuple[EnvSpec, Facts, bool]:
-    """Play a few episodes at random: spaces, facts, and whether it is a game of several agents; then the spaces are of
-    one of them."""
+class Kind(NamedTuple):
+    """Agents that see and do the same."""
+
+    agents: tuple[str, ...]
+    """Empty where the environment has one."""
+    spec: EnvSpec
+    seen: Facts
+
+
+def look_at(config: EnvConfig, seed: int = 0) -> list[Kind]:
+    """Play a few episodes at random: spaces and facts, of a game of several agents those of each kind of agents."""
     times: list[float] = []
-    with make_vec(eval_config(config, _EPISODES), seed=seed) as env:
+
+    def on_step(_: Any) -> None:
+        times.append(time.perf_counter())
+
+    seating = _by_kind(config)
+    with make_vec(eval_config(config, _EPISODES), seed=seed, seating=seating) as env:
         if sides := env.spec.sides:
-            ((name, side),) = sides.items()
-            player = ActingPolicy(_Uniform(side.spec, _EPISODES * side.seats), _at_random(side.spec))
-            matches = play_games(
-                env,
-                {name: player},
-                _EPISODES,
-                seed,
-                act.SAMPLE,
-                lambda source: times.append(time.perf_counter()),
-                _STEPS,
-            )
-            return side.spec, Facts(_rate(env, times), tuple(r for m in matches for r in m.returns.values())), True
+            players = {
+                name: ActingPolicy(_Uniform(side.spec, _EPISODES * side.seats), _at_random(side.spec))
+                for name, side in sides.items()
+            }
+            matches = play_games(env, players, _EPISODES, seed, act.SAMPLE, on_step, _STEPS)
+            found = []
+            for name, side in sides.items():
+                agents = tuple(agent for agent, kind in seating.mapping.items() if kind == name)
+                returns = tuple(match.returns[agent] for match in matches for agent in agents)
+                found.append(Kind(agents, side.spec, Facts(_rate(env, times), returns)))
+            return found
         policy, engine = _at_random(env.spec), _Uniform(env.spec, env.num_envs)
-        ended = play(
-            env,
-            engine,
-            policy,
-            _EPISODES,
-            seed,
-            mode=act.SAMPLE,
-            on_step=lambda step: times.append(time.perf_counter()),
-            most_steps=_STEPS,
-        )
-        return env.spec, Facts(_rate(env, times), tuple(r for r, _ in ended)), False
+        ended = play(env, engine, policy, _EPISODES, seed, mode=act.SAMPLE, on_step=on_step, most_steps=_STEPS)
+        return [Kind((), env.spec, Facts(_rate(env, times), tuple(r for r, _ in ended)))]
+
+
+def _by_kind(config: EnvConfig) -> Seating:
+    """A seat for each kind of agents, by the name of its first one: those who see or do something else cannot share a
+    policy."""
+    build = Builder.of(config)
+    game = build.agents() if build.may_have_agents else None
+    if game is None:
+        return ALL_ONE
+    first: dict[tuple[Space, Space], str] = {}
+    of = {}
+    for agent in game.possible_agents:
+        spaces = game.observation_space(agent), game.action_space(agent)
+        of[agent] = first.setdefault((Space.from_gym(spaces[0]), Space.from_gym(spaces[1])), agent)
+    if not build.source.single:
+        game.close()
+    return Seating(tuple(first.values()), of)
 
 
 def _at_random(spec: EnvSpec) -> act.Policy:

@@ -11,7 +11,7 @@ from rich.text import Text
 from bray.cli.options import Algos
 from bray.cli.show import facts, key_table, log_shown, plain_table, put, say
 from bray.config.runfile import presets, scores, settings
-from bray.diagnosis.advise import rank
+from bray.diagnosis.advise import Advice, rank
 from bray.errors import ConfigError
 from bray.metrics import short
 from bray.spec import EnvSpec, Space
@@ -145,34 +145,45 @@ def _scores(name: str) -> None:
 
 @log_shown()
 def _advise(env: str) -> None:
-    """Look at an environment for a moment, and say what fits."""
+    """Look at an environment for a moment, and say what fits; of a game whose agents differ, for each kind of them."""
     from bray.cli.advise import candidates, look_at
     from bray.envs.config import EnvConfig
 
-    spec, seen, game = look_at(EnvConfig(id=env))
-    returns = f"{short(min(seen.returns))} ... {short(max(seen.returns))}" if seen.returns else "no episode ended"
-    if seen.sparse:
-        returns += ": nothing that chance did made a difference, so exploration decides here"
-    facts(
-        [
-            *([("game", "of several agents; below what one of them sees and does")] if game else []),
-            ("observations", _describe(spec.observation)),
-            ("actions", _describe(spec.action)),
-            ("speed", f"{seen.steps_per_second:,.0f} steps a second in this process"),
-            ("random returns", returns),
-        ]
-    )
-    table = plain_table("try", "algorithm", "why")
-    ranked = rank(seen, candidates(spec, game))
-    for place, advice in enumerate(ranked, 1):
-        table.add_row("first" if place == 1 else str(place), Text(advice.name, "bold"), advice.why)
-    say()
-    put(table)
-    for why, names in _refused(spec).items():
-        if others := [name for name in names if name not in {advice.name for advice in ranked}]:
-            say(f"\nDo not fit: {', '.join(others)}: {why}", "dim")
-    if ranked:
-        say(f"\nbray train --run {ranked[0].name} --env {env} {ranked[0].options}".rstrip())
+    kinds = look_at(EnvConfig(id=env))
+    first: dict[str, Advice] = {}
+    for agents, spec, seen in kinds:
+        returns = f"{short(min(seen.returns))} ... {short(max(seen.returns))}" if seen.returns else "no episode ended"
+        if seen.sparse:
+            returns += ": nothing that chance did made a difference, so exploration decides here"
+        if len(kinds) > 1:
+            say(("\n" if agents != kinds[0].agents else "") + ", ".join(agents), "bold")
+        facts(
+            [
+                *([("game", "of several agents; below what one of them sees and does")] if agents else []),
+                ("observations", _describe(spec.observation)),
+                ("actions", _describe(spec.action)),
+                ("speed", f"{seen.steps_per_second:,.0f} steps a second in this process"),
+                ("random returns", returns),
+            ]
+        )
+        table = plain_table("try", "algorithm", "why")
+        ranked = rank(seen, candidates(spec, bool(agents)))
+        for place, advice in enumerate(ranked, 1):
+            table.add_row("first" if place == 1 else str(place), Text(advice.name, "bold"), advice.why)
+        say()
+        put(table)
+        for why, names in _refused(spec).items():
+            if others := [name for name in names if name not in {advice.name for advice in ranked}]:
+                say(f"\nDo not fit: {', '.join(others)}: {why}", "dim")
+        if ranked:
+            first[agents[0] if agents else env] = ranked[0]
+    if len(kinds) > 1 and len(first) == len(kinds):
+        named = ",".join(f"{name}={advice.name}" for name, advice in first.items())
+        mapping = ",".join(f"{agent}={kind.agents[0]}" for kind in kinds for agent in kind.agents)
+        say(f"\nbray train --env {env} --policies {named} --policy-mapping {mapping}")
+    elif len(kinds) == len(first):
+        ((_, advice),) = first.items()
+        say(f"\nbray train --run {advice.name} --env {env} {advice.options}".rstrip())
 
 
 def _refused(spec: EnvSpec) -> dict[str, list[str]]:

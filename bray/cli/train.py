@@ -28,6 +28,7 @@ from bray.rundir import RunDir
 from bray.train.callbacks import Callbacks
 from bray.train.config import RunConfig
 from bray.train.live import LiveTraining
+from bray.train.policies import named_policies
 
 _LAST_LOOK = 5_000  # environment steps, at most, to see whether greedy plays as well as sampled
 _MANY = 32  # environments: 256 of ALE take a minute, and their code lets nothing else run meanwhile
@@ -57,6 +58,12 @@ def make_sources(options: Train, flags: ConfigSource) -> list[ConfigSource]:
         out.append(_stop(options))
     if options.keys:
         out.append(parse_assignments(options.keys))
+    if "policies" in flags.values.get("run", {}) and (named := named_policies(out)):
+        where = next(source.name for source in out if named_policies([source]))
+        raise ConfigError(
+            f"--policies and {where} both say which policies there are (the latter {', '.join(named)}): leave one of "
+            f"them out; policies.{next(iter(named))}.run=DQN changes one of {where}"
+        )
     return [*out, _flags(options, flags)]
 
 
@@ -315,6 +322,8 @@ def _ended(exp: Experiment, reached: dict[str, float], signals: Signals, went_on
         say(f"reached {what} after {spent}{before}", style)
     else:
         why = f"ended by {signals.name}" if signals.number else "ended"
+        if exp.from_files and exp.training.ended:
+            why = f"all {exp.config['data'].epochs} epochs of the files are learnt from (data.epochs): ended"
         say(f"{why} after {spent}" + ("; the goal was not reached" if stop else ""), "yellow" if stop else "")
 
 

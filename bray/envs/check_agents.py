@@ -12,7 +12,7 @@ import numpy as np
 
 from bray import tree
 from bray.envs.missing import what_is_missing
-from bray.envs.multi_agent import ALL, Agents, MultiAgentEnv, ended
+from bray.envs.multi_agent import ALL, Agents, MultiAgentEnv, answered, ended
 from bray.envs.spaces import BadValue, BatchCheck, empty_batch, spec_from_gym, writer
 from bray.envs.vector import episode_seed
 from bray.errors import BrayError
@@ -85,8 +85,7 @@ class AgentsCheck:
         self._where = f"episode {episode}, reset"
         seed = episode_seed(self.seed, 0, episode)
         out = self._call(f"reset(seed={seed})", lambda: self.env.reset(seed=seed))
-        if not (isinstance(out, tuple) and len(out) == 2 and all(isinstance(x, dict) for x in out)):
-            self.stop(f"reset returns (observations, infos), two dicts by agent, got {str(out)[:80]}")
+        self._call("reset", lambda: answered("reset", out, type(self.env).__name__))
         self._dead: dict[str, str] = {}
         self._observed(out[0], set())
         if not out[0]:
@@ -120,12 +119,8 @@ class AgentsCheck:
 
     def _after(self, result: Any, acted: set[str]) -> tuple[list[str], bool]:
         """Look at what `step` returned; who acts next, and whether the game is over."""
-        if not (isinstance(result, tuple) and len(result) == 5 and all(isinstance(x, dict) for x in result)):
-            self.stop(
-                f"{self._where}: step returns (observations, rewards, terminateds, truncateds, infos), five dicts by "
-                f"agent, got {str(result)[:80]}"
-            )
-        obs, rewards, terminateds, truncateds, _ = result
+        who = type(self.env).__name__
+        obs, rewards, terminateds, truncateds, _ = self._call("step", lambda: answered("step", result, who))
         for name, flags in (("terminateds", terminateds), ("truncateds", truncateds)):
             if ALL not in flags:
                 self.stop(

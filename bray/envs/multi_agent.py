@@ -18,6 +18,10 @@ _OF_AGENTS = {"MultiAgentEnv", "ParallelEnv", "AECEnv"}
 """Base classes of games of several agents, by name: ours, RLlib's, PettingZoo's."""
 Agents = dict[str, Any]
 StepOfAgents = tuple[Agents, Agents, Agents, Agents, Agents]
+_ANSWERS = {
+    "reset": "(observations, infos), two dicts by agent",
+    "step": "(observations, rewards, terminateds, truncateds, infos), five dicts by agent",
+}
 
 
 class MultiAgentEnv(ABC):
@@ -242,6 +246,16 @@ def may_be_of_agents(kind: type) -> bool:
 def ended(agent: str, terminateds: Agents, truncateds: Agents) -> bool:
     """Whether a step ended an agent."""
     return bool(terminateds.get(agent)) or bool(truncateds.get(agent))
+
+
+def answered(call: str, answer: Any, who: str) -> Any:
+    """What `reset` or `step` of a game returned, in the form that it has to have."""
+    count = 2 if call == "reset" else 5
+    if isinstance(answer, tuple) and len(answer) == count and all(isinstance(x, (dict, Mapping)) for x in answer):
+        return answer
+    kinds = [type(x).__name__ for x in answer] if isinstance(answer, tuple) else []
+    got = f"{len(kinds)} values: {', '.join(kinds)}" if kinds else "None" if answer is None else type(answer).__name__
+    raise EnvError(f"{who}: {call} returns {_ANSWERS[call]}, got {got}")
 
 
 def game_over(terminateds: Agents, truncateds: Agents, who: str) -> bool:

@@ -29,7 +29,7 @@ from gymnasium.vector.utils import batch_space
 
 from bray import tree
 from bray.envs.missing import warn_once
-from bray.envs.multi_agent import ALL, MultiAgentEnv, as_float, ended, game_over
+from bray.envs.multi_agent import ALL, MultiAgentEnv, answered, as_float, ended, game_over
 from bray.envs.spaces import BadValue, BatchCheck, splitter, writer
 from bray.envs.teams import Teams, beside_state
 from bray.errors import ConfigError, EnvError, UnknownName
@@ -246,7 +246,7 @@ class TableEnv(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if not isinstance(self._rule, Mapping):
             self._sit({agent: self._seating.asked(self._rule, agent, self.at) for agent in self._number})
-        obs, _ = self.env.reset(seed=seed, options=options)
+        obs, _ = answered("reset", self.env.reset(seed=seed, options=options), self.name)
         for side in self._sides.values():
             side.forget()
         self._tick[...], self._ended = 0, NOBODY_ENDS
@@ -256,13 +256,7 @@ class TableEnv(gym.Env):
     def step(self, actions: Any) -> Any:
         chosen = {p: side.split(actions[p]) for p, side in self._sides.items()}
         given = {agent: chosen[side][i] for agent, side, i in self._acting}
-        answer = self.env.step(given)
-        if len(answer) != 5:
-            raise EnvError(
-                f"{self.name}: its step returned {len(answer)} values, expected five dicts: observations, rewards, "
-                "terminateds, truncateds, infos"
-            )
-        obs, rewards, terminateds, truncateds, infos = answer
+        obs, rewards, terminateds, truncateds, infos = answered("step", self.env.step(given), self.name)
         self._tick[()] += 1
         over, ends = game_over(terminateds, truncateds, type(self.env).__name__), NOBODY_ENDS
         if any(terminateds.values()) or any(truncateds.values()):
@@ -296,11 +290,6 @@ class TableEnv(gym.Env):
 
     def _show(self, observations: Mapping[str, Any], ends: Set[str]) -> None:
         """Write what seats see now; who has not ended decides next."""
-        if type(observations) is not dict and not isinstance(observations, Mapping):
-            raise EnvError(
-                f"{self.name}, step {self._tick}: expected the observations as a dict by agent, got "
-                f"{type(observations).__name__}"
-            )
         for side in self._sides.values():
             side.reward.fill(0.0)
             side.flags.fill(0)

@@ -21,7 +21,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from bray.envs.multi_agent import ALL, MultiAgentEnv, StepOfAgents, as_float, ended, game_over
+from bray.envs.multi_agent import ALL, MultiAgentEnv, StepOfAgents, answered, as_float, ended, game_over
 from bray.errors import ConfigError, EnvError, UnknownName
 from bray.spec import ACTION_MASK, GLOBAL_STATE
 
@@ -104,7 +104,7 @@ class Teams(MultiAgentEnv):
     """A game whose teams are agents. Who is in no team stays an agent."""
 
     def __init__(self, env: MultiAgentEnv, teams: Mapping[str, Sequence[Any]]):
-        self.env = env
+        self.env, self._who = env, type(env).__name__
         members = {name: [str(m) for m in of] for name, of in teams.items()}
         _check_members(members, env.possible_agents)
         self.teams = {name: Team(name, of, env) for name, of in members.items()}
@@ -124,7 +124,7 @@ class Teams(MultiAgentEnv):
         self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
-        obs, infos = self.env.reset(seed=seed, options=options)
+        obs, infos = answered("reset", self.env.reset(seed=seed, options=options), self._who)
         self._steps, self._acting = 0, set(obs)
         self._living = {name: set(team.members) for name, team in self.teams.items()}
         joined = {a: obs[a] for a in self._single if a in obs}
@@ -137,9 +137,9 @@ class Teams(MultiAgentEnv):
         acted, given = self._acting, {}
         for name, action in actions.items():
             given.update(self.teams[name].actions(action, acted) if name in self.teams else {name: action})
-        obs, rewards, terminateds, truncateds, _ = results = self.env.step(given)
+        obs, rewards, terminateds, truncateds, _ = results = answered("step", self.env.step(given), self._who)
         self._steps += 1
-        over = game_over(terminateds, truncateds, type(self.env).__name__)
+        over = game_over(terminateds, truncateds, self._who)
         ends = {a for a in {**terminateds, **truncateds} if ended(a, terminateds, truncateds)}
         self._acting = set() if over else obs.keys() - ends
         kept = (*self._single, ALL)
@@ -192,7 +192,7 @@ class OneAgent(gym.Env):
 
     def __init__(self, env: MultiAgentEnv):
         (self.agent,) = env.possible_agents
-        self.env = env
+        self.env, self._who = env, type(env).__name__
         self.observation_space = env.observation_space(self.agent)
         self.action_space = env.action_space(self.agent)
         self.metadata, self.render_mode = dict(env.metadata), env.render_mode
@@ -209,14 +209,15 @@ class OneAgent(gym.Env):
         return {**(obs if isinstance(obs, Mapping) else {"obs": obs}), GLOBAL_STATE: self.env.global_state()}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        obs, infos = self.env.reset(seed=seed, options=options)
+        obs, infos = answered("reset", self.env.reset(seed=seed, options=options), self._who)
         if self.agent not in obs:
             raise EnvError(f"{self.agent} has no observation after reset, and nobody else plays")
         return self._seen(obs[self.agent]), infos.get(self.agent, {})
 
     def step(self, action: Any) -> Any:
-        obs, rewards, terminateds, truncateds, infos = self.env.step({self.agent: action})
-        over = game_over(terminateds, truncateds, type(self.env).__name__)
+        out = answered("step", self.env.step({self.agent: action}), self._who)
+        obs, rewards, terminateds, truncateds, infos = out
+        over = game_over(terminateds, truncateds, self._who)
         done = over or ended(self.agent, terminateds, truncateds)
         if self.agent not in obs:
             why = "and the game is not over" if not done else "of its end"

@@ -12,6 +12,7 @@ from bray.cli.algos import ACTIONS, PROBE, action_spaces, papers
 from bray.cli.main import main
 from bray.config.runfile import presets, scores, settings
 from bray.diagnosis.advise import SUITED, Advice, Facts, rank
+from bray.envs.agent_games import Matrix
 from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment
 from bray.nn.catalog import ModelConfig
@@ -278,3 +279,22 @@ def test_what_fits_a_game_of_several_agents_is_said_of_one_of_them(capsys):
     assert "chance finds nothing" not in out  # what one wins the other loses
     assert "MAPPO" not in out.partition("Do not fit")[0]  # its critic needs a global state
     assert "bray train --run PPO --env bray.envs.agent_games:Nim" in out
+
+
+def test_agents_that_differ_are_told_apart(capsys):
+    assert main(["algos", "--for", "test_cli_algos:Uneven"]) == 0
+    row, column = (" ".join(x.split()) for x in capsys.readouterr().out.split("\ncolumn\n"))
+    assert "actions discrete (2)" in row
+    assert "random returns -1 ... 0" in row  # what one wins the other loses
+    assert "actions discrete (3)" in column
+    assert "random returns 0 ... 1" in column
+    learn = r"--policies row=[\w-]+,column=[\w-]+ --policy-mapping row=row,column=column"
+    assert re.search(f"bray train --env test_cli_algos:Uneven {learn}", column)
+    assert "--run" not in row
+
+
+class Uneven(Matrix):
+    """The column player has a choice more."""
+
+    def __init__(self):
+        super().__init__([[[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0]]])

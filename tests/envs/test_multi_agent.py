@@ -1,5 +1,7 @@
 """Games of several agents: ours, RLlib's and PettingZoo's as they are, OpenSpiel's; and what the check says of them."""
 
+import re
+
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -192,26 +194,34 @@ def test_a_game_that_does_not_say_who_plays_or_what_they_see_is_refused():
         env_spec(EnvConfig(Nobody))
 
 
+STEP = r"step returns \(observations, rewards, terminateds, truncateds, infos\), five dicts by agent, got "
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "said"),
     [
-        ("step", ({}, {}, {}, {}), "its step returned 4 values, expected five dicts"),
-        ("step", ([0, 1], {}, {"__all__": False}, {}, {}), "expected the observations as a dict by agent, got list"),
-        ("reset", ([0, 1], {}), "expected the observations as a dict by agent, got list"),
+        ("step", ({}, {}, {}, {}), STEP + "4 values: dict, dict, dict, dict"),
+        ("step", None, STEP + "None"),
+        ("step", ([0, 1], {}, {"__all__": False}, {}, {}), STEP + "5 values: list, dict, dict, dict, dict"),
+        ("reset", {"a": 0}, r"reset returns \(observations, infos\), two dicts by agent, got dict"),
     ],
 )
-def test_answers_of_another_form_are_one_line(name, answer, said):
+@pytest.mark.parametrize("teams", [{}, {"t": ["a", "b"]}])
+def test_answers_of_another_form_are_one_line_in_training_and_in_the_check(name, answer, said, teams):
     class Odd(TwoStep):
         pass
 
     setattr(Odd, name, lambda self, *_, **__: answer)
+    config = EnvConfig(id=Odd, num_envs=1, teams=teams)
 
     def play(env):
         env.reset(seed=0)
-        env.step({"default": np.zeros((1, 2), np.int64)})
+        env.step(np.zeros((1, 2), np.int64) if teams else {"default": np.zeros((1, 2), np.int64)})
 
-    with make_vec(EnvConfig(id=Odd, num_envs=1), seed=0) as env, pytest.raises(EnvError, match=said):
+    with make_vec(config, seed=0) as env, pytest.raises(EnvError, match=said):
         play(env)
+    (found,) = check_env(config, steps=5)
+    assert re.search(said, found.message)
 
 
 def test_what_plays_games_of_one_says_so():

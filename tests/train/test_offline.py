@@ -64,6 +64,17 @@ def test_a_policy_is_learnt_without_an_environment_and_resumed_exactly(files, tm
         np.testing.assert_array_equal(exp.training.weights()[name], value)
 
 
+def test_a_goal_that_was_not_reached_is_told_with_why_it_ended(files, tmp_path, capsys):
+    words = ["train", "--run", "DQN", "--data", str(files), "--project", str(tmp_path), "fcnet_hiddens=[8]"]
+    for epochs, steps, said in (
+        (2, 1000, "all 2 epochs of the files are learnt from (data.epochs): ended after 2,400 steps"),
+        (2, 20, "reached learner_steps_total"),
+    ):
+        assert main([*words, f"data.epochs={epochs}", "--stop", f'{{"learner_steps_total": {steps}}}']) == 0
+        assert said in (out := capsys.readouterr().out)
+        assert ("the goal was not reached" in out) == (steps == 1000)
+
+
 def test_in_python(files, tmp_path):
     exp = bray.Experiment(run="DQN", data=files, env=ENV, path=tmp_path / "run", epochs=1, fcnet_hiddens=[8])
     row = list(exp.train())[-1]

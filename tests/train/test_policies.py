@@ -320,3 +320,18 @@ def test_an_unknown_algorithm_is_told_with_the_policy_that_has_it(tmp_path):
     for run in (None, "PPO"):
         with pytest.raises(UnknownName, match=r"unknown algorithm 'DQNN' \(of policy second; .*Did you mean 'DQN'"):
             Experiment(run=run, env="CartPole-v1", policies={"first": "PPO", "second": "DQNN"}, path=tmp_path / "r")
+
+
+def test_policies_of_a_file_and_of_the_command_line_are_not_mixed(tmp_path, bray_cli):
+    """A policy's own settings in the file would be gone without a word."""
+    file = tmp_path / "two.yaml"
+    file.write_text("env: CartPole-v1\npolicies: {first: PPO, second: {run: DQN, config: {lr: 0.1}}}\n")
+    words = ["train", "-f", file, "--print-config"]
+    code, said = bray_cli(*words, "--policies", "second=DQN")
+    assert code == 2
+    assert f"--policies and {file} both say which policies there are (the latter first, second)" in said
+    code, said = bray_cli(*words, "policies.second.run=C51")
+    assert code == 0
+    assert re.search(r"run.policies.second.run +C51", said)
+    assert re.search(r"run.policies.second.config.lr +0.1", said)
+    assert bray_cli("train", "--env", "CartPole-v1", "--policies", "a=PPO,b=DQN", "--print-config")[0] == 0
