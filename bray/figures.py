@@ -244,6 +244,32 @@ def ratings(
     return Path(out)
 
 
+def opponents(out: PathLike, rows: Sequence[Mapping[str, Any]], title: str) -> Path | None:
+    """How games against each opponent of evaluations ended, over environment steps; None where there was none."""
+    names = [
+        k[5:-4] for k in dict.fromkeys(k for row in rows for k in row) if k.startswith("eval/") and k[-4:] == "/win"
+    ]
+    if not names:
+        return None
+    with _sheet(Path(out), (min(4.0 * len(names), 16.0), 3.6)) as figure:
+        figure.suptitle(title, fontweight="bold")
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False, sharey=True)[0], names, strict=True):
+            parts = [series(rows, f"eval/{name}/{how}") for how in ("win", "draw", "loss")]
+            axes.stackplot(
+                parts[0][0], *(100 * y for _, y in parts), labels=("won", "drawn", "lost"), alpha=0.75,
+                colors=[_COLORS[i] for i in (2, 7, 3)],
+            )  # fmt: skip
+            rating = series(rows, f"eval/{name}/rating")[1]
+            axes.set_title(
+                f"against {name[-30:]}" + (f" (rating {rating[-1]:,.0f})" if len(rating) else ""), fontsize=9
+            )
+            axes.set(xlabel="environment steps", ylim=(0, 100))
+            axes.margins(x=0)
+        figure.axes[0].set_ylabel("% of games")
+        figure.axes[-1].legend(loc="lower right", fontsize=8)
+    return Path(out)
+
+
 def overlay(
     runs: Mapping[str, Sequence[PathLike]],
     out: PathLike,

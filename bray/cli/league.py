@@ -58,6 +58,9 @@ def _ranking(found: League, top: int) -> None:
     put(table)
     if len(ranks) > top:
         say(f"... {len(ranks) - top:,} more (--top N)", "dim")
+    facts(
+        [(name, f"{rating.elo:,.0f} ± {rating.half:,.0f}, by evaluations") for name, rating in found.opponents.items()]
+    )
 
 
 def _most_played(found: League, most: int) -> list[PlayerRef]:
@@ -108,6 +111,8 @@ def _plot(found: League, directory: RunDir) -> None:
         drawn.append(
             figures.win_rates(folder / "payoff.png", list(map(str, refs)), *_rates(found, refs), f"{title}% won")
         )
+    if (path := figures.opponents(folder / "opponents.png", curve, f"{title}evaluations")) is not None:
+        drawn.append(path)
     facts([("picture", path) for path in drawn])
 
 
@@ -133,7 +138,9 @@ def _player(exp: Experiment, options: Options, name: str) -> ActingPolicy:
     served, (side, at, _) = exp.served, name.partition("@")
     if side != DEFAULT:
         if ":" not in name and name != RANDOM and not Path(name).exists():
-            raise UnknownName("player", name, (DEFAULT, RANDOM), f"or {DEFAULT}@STEP, module:function, a run directory")
+            raise UnknownName(
+                "player", name, (DEFAULT, RANDOM), f"or {DEFAULT}@STEP, openspiel:BOT, module:function, a run directory"
+            )
         return opponent_of(name, served.spec, trusting(options))
     model = copy.deepcopy(served.model)
     if at:

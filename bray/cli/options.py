@@ -480,8 +480,8 @@ class Plot(Options):
 class League(Reading):
     """Rank the players of a run that plays itself: ratings, who beats whom, when each was frozen.
 
-    A player is `default` (the newest weights), `default@STEP` (a snapshot), random, module:function, or another run
-    directory.
+    A player is `default` (the newest weights), `default@STEP` (a snapshot), random, openspiel:BOT, module:function, or
+    another run directory.
     """
 
     path: RunDirectory
@@ -497,7 +497,7 @@ class League(Reading):
     top: Count = 10
     """Players in the ranking."""
     plot: bool = False
-    """Draw RUN_DIR/figures/ratings.png and payoff.png."""
+    """Draw RUN_DIR/figures/ratings.png, payoff.png, and opponents.png of its evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)

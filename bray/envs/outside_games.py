@@ -103,18 +103,18 @@ class SpielEnv(MultiAgentEnv):
         )
         self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
         self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(actions))
-        self._shape, self._state = tuple(shape), game.new_initial_state()
+        self._shape, self.state = tuple(shape), game.new_initial_state()
         self._rng = np.random.default_rng()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
         if seed is not None:
             self._rng = np.random.default_rng(seed)
-        self._state = self.game.new_initial_state()
+        self.state = self.game.new_initial_state()
         self._draw()
         return self._asked(), {}
 
     def step(self, actions: Agents) -> StepOfAgents:
-        state = self._state
+        state = self.state
         if state.is_simultaneous_node():
             legal = range(len(self.possible_agents))
             state.apply_actions([int(actions.get(self.possible_agents[i], 0)) for i in legal])
@@ -131,12 +131,12 @@ class SpielEnv(MultiAgentEnv):
 
     def _draw(self) -> None:
         """What chance does, until a player decides."""
-        while self._state.is_chance_node():
-            outcomes, odds = zip(*self._state.chance_outcomes(), strict=True)
-            self._state.apply_action(outcomes[int(self._rng.choice(len(outcomes), p=np.array(odds) / sum(odds)))])
+        while self.state.is_chance_node():
+            outcomes, odds = zip(*self.state.chance_outcomes(), strict=True)
+            self.state.apply_action(outcomes[int(self._rng.choice(len(outcomes), p=np.array(odds) / sum(odds)))])
 
     def _asked(self) -> Agents:
-        state = self._state
+        state = self.state
         if state.is_simultaneous_node():
             asked = [i for i in range(len(self.possible_agents)) if state.legal_actions(i)]
         else:
@@ -149,6 +149,35 @@ class SpielEnv(MultiAgentEnv):
         mask = np.zeros(self.game.num_distinct_actions(), np.int8)
         mask[state.legal_actions(player) if not state.is_terminal() else []] = 1
         return {"obs": np.array(tensor, np.float32).reshape(self._shape), ACTION_MASK: mask}
+
+
+MCTS: dict[str, Any] = {"max_simulations": 100, "rollouts": 1, "uct_c": 2.0, "solve": True}
+"""Settings of `openspiel:mcts`."""
+
+
+def make_bot(name: str, game: Any, player: int, seed: int) -> Any:
+    """A bot of OpenSpiel for one seat of one game: `mcts(max_simulations=500)`, or one that it has registered."""
+    import pyspiel
+
+    kind, opening, _ = name.partition("(")
+    known = ["mcts", *pyspiel.registered_bots()]
+    if kind not in known:
+        raise UnknownName("bot of OpenSpiel", kind, known)
+    try:
+        given = dict(pyspiel.game_parameters_from_string(name)) if opening else {}
+        given.pop("name", None)
+        if kind != "mcts":
+            return pyspiel.load_bot(kind, game, player, ({"seed": seed} if kind == "uniform_random" else {}) | given)
+        if unknown := [key for key in given if key not in MCTS]:
+            raise UnknownName("setting", unknown[0], MCTS, "of openspiel:mcts")
+        asked = MCTS | given
+        evaluator = pyspiel.RandomRolloutEvaluator(asked["rollouts"], seed)
+        return pyspiel.MCTSBot(
+            game, evaluator, asked["uct_c"], asked["max_simulations"], 1000, asked["solve"], seed, verbose=False
+        )
+    except (pyspiel.SpielError, TypeError) as e:
+        why = str(e).strip().splitlines()[0]
+        raise ConfigError(f"openspiel:{name} is no bot for {game}: {why}") from None
 
 
 _MAKERS: dict[str, Callable[[str], Any]] = {"pettingzoo": PettingZoo, "openspiel": OpenSpiel}

@@ -119,6 +119,8 @@ class League:
         """Of each of them."""
         self.lineage: list[Event] = []
         """Snapshots, oldest first."""
+        self.opponents: dict[str, Rating] = {}
+        """Of those that evaluations have played."""
         self.refused: Counter[str] = Counter()
         """Results that did not count, by reason."""
         self._numbers: dict[PlayerRef, int] = {}
@@ -256,6 +258,11 @@ class League:
         self._write(Event(snapshot=str(ref), steps=steps, anew=anew))
         return Snapshot(ref, anew)
 
+    def evaluated(self, player: PlayerRef, opponent: str, outcomes: Sequence[int]) -> None:
+        """Games of an evaluation against somebody who is none of the players. They rate the opponent by the player,
+        whose own rating they leave as it is."""
+        self._write(Event(opponent=opponent, player=str(player), outcomes=list(outcomes)))
+
     def lost(self, ref: PlayerRef) -> None:
         """The weights of a snapshot are gone: nobody plays it any more. Its results stay."""
         if ref in self._past.get(ref.side, ()):
@@ -284,6 +291,11 @@ class League:
             ref = PlayerRef.parse(event.lost)
             for refs in (self._past.get(ref.side, _Refs()), self._all_past):
                 refs.forget(ref)
+        elif event.opponent is not None:
+            mine, theirs = self.rating(PlayerRef.parse(event.player)), self.opponents.get(event.opponent, Rating())
+            for outcome in event.outcomes:
+                theirs = rate(theirs, mine, -outcome, (0.0, 0.0))[0]
+            self.opponents[event.opponent] = theirs
 
     def _fold_result(self, event: Event) -> None:
         seats, returns = event.seats, event.returns

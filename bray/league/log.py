@@ -3,6 +3,7 @@
     {"id": 7, "seats": {"x": "main", "o": "main@400"}, "returns": {"x": 1.0, "o": -1.0}, "length": 9}
     {"snapshot": "main@400", "steps": 51200}
     {"lost": "main@400"}                                        its weights are gone: nobody plays it any more
+    {"opponent": "random", "player": "main", "outcomes": [1, 0]}    an evaluation: what it came to for the player
 
 A kill may tear the last line; it is cut off when the league goes on, and its match counts as not played.
 """
@@ -44,6 +45,11 @@ class Event(msgspec.Struct, omit_defaults=True):
     anew: bool = False
     """Whether it went on from the weights that it began with."""
     lost: str | None = None
+    opponent: str | None = None
+    """Of an evaluation: somebody who is none of the players."""
+    player: str = ""
+    outcomes: list[int] = []
+    """Of its games: 1, 0 or -1, as the player sees them."""
 
 
 class ResultLog:

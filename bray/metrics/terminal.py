@@ -206,9 +206,10 @@ def _main(row: Row, most: int = 6) -> list[tuple[str, Any]]:
         out.append(("rating", f"{row[RATING]:.0f} ± {row[RATING_CI]:.0f}"))
     for key in [k for k in row if k.endswith("/win")]:
         group = key.removesuffix("/win")
-        shares = (row.get(f"{group}/{name}") or 0.0 for name in ("win", "draw", "loss"))
+        shares = (row.get(f"{group}/{how}") or 0.0 for how in ("win", "draw", "loss"))
         whom = "past selves" if group == "league" else group.removeprefix("eval/")
-        out.append((f"won, drawn, lost against {whom}", " ".join(f"{x:.0%}" for x in shares)))
+        rating = f", rating {row[key]:.0f}" if (key := f"{group}/rating") in row and group != "league" else ""
+        out.append((f"won, drawn, lost against {whom}", " ".join(f"{x:.0%}" for x in shares) + rating))
     keys = [k for k in row if k.startswith("eval/") and k.endswith("mean")]
     keys += [k for k in row if k.startswith(SIDE) and k.endswith("/episode_return_mean")]
     keys += [k for k in row if k.startswith("loss/")]

@@ -26,6 +26,7 @@ from bray.envs.rewards import RewardTransform
 from bray.envs.table import DEFAULT, Game, Seating
 from bray.envs.vector import VecEnv
 from bray.errors import ConfigError
+from bray.league import Rating
 from bray.metrics.rows import side_key
 from bray.nn.catalog import example_obs
 from bray.rundir import RunDir
@@ -38,7 +39,7 @@ from bray.train.device import resolve_device
 from bray.train.driver import Driver
 from bray.train.evaluate import EVAL_SEED, LONGEST, eval_config, summarize
 from bray.train.local import check_inference, make_side
-from bray.train.opponents import FIRST, load_opponent
+from bray.train.opponents import FIRST, SpielBotSeats, load_opponent
 from bray.train.policies import encoder_owners, owners_first
 from bray.train.processes import Processes
 from bray.train.sampler import GamePlan, Played, SidePlan
@@ -286,7 +287,8 @@ class GameTraining(Driver):
         opponents = {}
         for name in self.league.config.opponents:
             opponents[name] = self.league.first() if name == FIRST else self.opponent_of(name, self.side.spec)
-        return play_opponents(players[self.side.name], opponents, self.env_config, self.agents, episodes)
+        me = players[self.side.name]
+        return play_opponents(me, opponents, self.env_config, self.agents, episodes, self.league.rate)
 
 
 def _check(run: RunConfig, env: EnvConfig) -> None:
@@ -325,6 +327,9 @@ def play_games(
         sits, how = p.seats or SeatRollout, p.mode or mode
         seats[name] = sits(name, side, env.num_envs, p.engine, p.policy, rng, mode=how, initial_state=p.initial_state)
     source = TableSource(env, seats, env.spec.agents)
+    for seat in seats.values():
+        if isinstance(seat, SpielBotSeats):
+            seat.table = source
     source.watch(callbacks or CallbackList([]))
     source.reset(seed)
     share = [games // env.num_envs + (b < games % env.num_envs) for b in range(env.num_envs)]
@@ -385,15 +390,24 @@ def play_two(
 
 
 def play_opponents(
-    me: ActingPolicy, opponents: Mapping[str, ActingPolicy], env: EnvConfig, agents: Sequence[str], games: int
+    me: ActingPolicy,
+    opponents: Mapping[str, ActingPolicy],
+    env: EnvConfig,
+    agents: Sequence[str],
+    games: int,
+    rate: Callable[[str, Sequence[int]], Rating],
 ) -> dict[str, Any]:
-    """Games against each: how often they are won, drawn and lost (`eval/NAME/win`), and the mean return of all."""
+    """Games against each: how often they are won, drawn and lost (`eval/NAME/win`), how strong that says it is, and the
+    mean return of all."""
     found: dict[str, Any] = {}
     played: list[tuple[float, int]] = []
     for name, other in opponents.items():
         matches = play_two(me, other, env, agents, games)
         played += [(match.returns[mine], match.length) for match, mine in matches]
-        found |= shares(f"eval/{name}", (outcome(match, (mine,)) for match, mine in matches))
+        outcomes = [outcome(match, (mine,)) for match, mine in matches]
+        rating = rate(name, outcomes)
+        found |= shares(f"eval/{name}", outcomes) | {f"eval/{name}/rating": rating.elo}
+        found[f"eval/{name}/rating_ci95"] = rating.half
     return (summarize(played) if played else {"eval/episodes": 0, "eval/return_mean": math.nan}) | found
 
 

@@ -13,13 +13,14 @@ import numpy as np
 from bray import tree
 from bray.act import SAMPLE, Policy
 from bray.act.rules import make_rule
+from bray.envs.outside_games import SpielEnv, make_bot
 from bray.errors import ConfigError, UnknownName
 from bray.named import load_named
 from bray.spec import EnvSpec
 from bray.train.acting import ActingPolicy
-from bray.train.table import SeatRollout
+from bray.train.table import SeatRollout, TableSource
 
-RANDOM, FIRST = "random", "first"
+RANDOM, FIRST, SPIEL = "random", "first", "openspiel:"
 
 
 class Blank:
@@ -55,13 +56,43 @@ class BotSeats(SeatRollout):
         return actions
 
 
+class SpielBotSeats(SeatRollout):
+    """Seats of a bot of OpenSpiel, which looks at the state of the game. Each game has one of its own."""
+
+    table: TableSource
+    """Where it plays."""
+
+    def __init__(self, *args: Any, bot: str, **more: Any):
+        super().__init__(*args, **more)
+        self._bot, self._bots = bot, [None] * self.num_seats
+
+    def decide(self) -> Any:
+        actions = tree.map(np.array, super().decide())
+        agents, states = self.table.obs[self.name]["agent"].reshape(-1), self.table.foreach_env(_state_of)
+        for i in np.flatnonzero(self.acts).tolist():
+            state = states[i * self.games // self.num_seats]
+            if self.first[i]:
+                seed = int(self.rng.integers(1 << 31))
+                self._bots[i] = make_bot(self._bot, state.get_game(), int(agents[i]), seed)
+            actions[i] = self._bots[i].step(state)
+        return actions
+
+
+def _state_of(env: Any) -> Any:
+    if not isinstance(env, SpielEnv):
+        raise ConfigError(f"a bot of OpenSpiel plays games of OpenSpiel, and this one is {type(env).__name__}")
+    return env.state
+
+
 def load_opponent(name: str, spec: EnvSpec) -> ActingPolicy:
-    """`random`, or `module:function`; in a game with these spaces."""
+    """`random`, `openspiel:BOT` or `module:function`; in a game with these spaces."""
     anybody = ActingPolicy(Blank(spec), Policy(spec.layout, make_rule("dist")), mode=SAMPLE)
     if name == RANDOM:
         return anybody
+    if name.startswith(SPIEL):
+        return replace(anybody, seats=partial(SpielBotSeats, bot=name.removeprefix(SPIEL)))
     if ":" not in name:
-        raise UnknownName("opponent", name, (RANDOM, FIRST), "or module:function, or the directory of a run")
+        raise UnknownName("opponent", name, (RANDOM, FIRST), "or openspiel:BOT, module:function, a run directory")
     function = load_named(name, "opponent", "run.self_play.opponents", {})
     if not callable(function):
         raise ConfigError(f"run.self_play.opponents: {name} is no function of (obs, rng)")

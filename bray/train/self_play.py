@@ -27,10 +27,11 @@ from bray.data.piece import Piece
 from bray.envs.vector import VecEnv
 from bray.errors import CheckpointError
 from bray.inference.torch_engine import load_weights
-from bray.league import IN_RUN, League, Outcome, PlayerRef, ResultLog, make_players
+from bray.league import IN_RUN, League, Outcome, PlayerRef, Rating, ResultLog, make_players
 from bray.rundir import RunDir
 from bray.train.acting import ActingPolicy, player_of
 from bray.train.config import SelfPlayConfig
+from bray.train.opponents import FIRST
 from bray.train.rollout import zeroed
 from bray.train.side import Side
 from bray.train.table import WINDOW, Match, SeatRollout, TableSource, Turn, outcome, shares
@@ -205,6 +206,14 @@ class LeagueSource(TableSource):
         step = self.league.past()[0].step
         assert step is not None
         return self.snapshots.player(step)
+
+    def rate(self, opponent: str, outcomes: Sequence[int]) -> Rating:
+        """How strong an opponent is, after games of an evaluation against it. Of the first snapshot its own games
+        say it."""
+        if opponent == FIRST:
+            return self.league.rating(self.league.past()[0])
+        self.league.evaluated(self.me, opponent, outcomes)
+        return self.league.opponents[opponent]
 
     def _freeze_first(self) -> None:
         """What it begins with: not before `init_from` has been heard."""

@@ -19,7 +19,7 @@ SMALL = {"rollout_length": 16, "epochs": 2, "minibatches": 2, "num_envs": 4, "it
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("league") / "run"
-    with bray.Experiment("PPO", NIM, path=path, self_play={"snapshot_every": 150}, **SMALL) as exp:
+    with bray.Experiment("PPO", NIM, path=path, self_play={"snapshot_every": 150}, eval_freq=4, **SMALL) as exp:
         exp.fit({"env_steps_total": 1500}, progress=False)
     return path
 
@@ -39,6 +39,7 @@ def test_the_ranking_the_payoff_and_the_lineage(run, capsys):
         assert f"{rank.games:,}" in row
     assert f"... {len(ranks) - 4} more" in out
     assert "snapshots of default" in out
+    assert f"{found.opponents['random'].elo:,.0f} ± {found.opponents['random'].half:,.0f}, by evaluations" in out
     assert "@0 \N{RIGHTWARDS ARROW} " in out
     name = next(str(ref) for ref in found.refs if ref.step and found.record(found.find("default"), ref).games)
     record = found.record(found.find("default"), found.find(name))
@@ -48,7 +49,7 @@ def test_the_ranking_the_payoff_and_the_lineage(run, capsys):
 def test_pictures(run, capsys):
     assert main(["league", str(run), "--plot"]) == 0
     assert "payoff.png" in capsys.readouterr().out
-    for name in ("ratings.png", "payoff.png"):
+    for name in ("ratings.png", "payoff.png", "opponents.png"):
         assert (run / "figures" / name).stat().st_size > 10_000
 
 

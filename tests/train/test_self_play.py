@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -12,9 +13,15 @@ from rich.console import Console
 
 import bray
 from bray.envs.agent_games import Nim
+from bray.envs.config import EnvConfig
 from bray.errors import BrayError
+from bray.league import IN_RUN, read_league
 from bray.metrics import TerminalSink
 from bray.rundir import trust
+from bray.train.games import play_two
+from bray.train.opponents import load_opponent
+
+NIM = "bray.envs.agent_games:Nim"
 
 SMALL = {"rollout_length": 16, "epochs": 2, "minibatches": 2, "num_envs": 4, "iteration_steps": 100}
 SELF_PLAY = {"snapshot_every": 100, "pool": 3}
@@ -226,6 +233,89 @@ def test_it_is_evaluated_against_named_opponents(tmp_path):
     }
 
 
+def test_evaluations_rate_the_opponents_and_leave_the_players_alone(tmp_path):
+    """The better it does against somebody, the lower that one's rating; what is known of the players is the same
+    without evaluations."""
+    own = {**SELF_PLAY, "opponents": ["random", "first", f"{__name__}:never_wins"]}
+    with make(Rigged, tmp_path / "run", self_play=own, eval_freq=1, eval_episodes=20) as exp:
+        row = exp.fit({"env_steps_total": 300}, progress=False)
+        league = exp.training.league.league
+        first = league.rating(league.past()[0])
+    with make(Rigged, tmp_path / "alone", self_play=own) as exp:
+        exp.fit({"env_steps_total": 300}, progress=False)
+    log = [event for event in events(tmp_path / "run") if "opponent" not in event]
+    assert log == events(tmp_path / "alone")
+    assert len(events(tmp_path / "run")) > len(log)
+    found = read_league(tmp_path / "run" / IN_RUN)
+    assert {name: rating.elo for name, rating in found.opponents.items()} == {
+        name: row[f"eval/{name}/rating"] for name in ("random", f"{__name__}:never_wins")
+    }
+    assert row["eval/first/rating"] == first.elo
+    assert row["eval/random/rating"] - 200 > row[f"eval/{__name__}:never_wins/rating"] < row["league/rating"] - 300
+    assert 0 < row["eval/random/rating_ci95"] < 1000
+
+
+class Rigged(Nim):
+    """Who says 2 first loses; else who moved last wins, as in Nim of few sticks."""
+
+    def __init__(self):
+        super().__init__(sticks=4)
+
+    def step(self, actions):
+        ((agent, action),) = actions.items()
+        out = super().step(actions)
+        if int(action) != 2:
+            return out
+        paid = {a: -1.0 if a == agent else 1.0 for a in self.possible_agents}
+        return {}, paid, {"__all__": True}, {"__all__": False}, {}
+
+
+def never_wins(obs, rng):
+    return 2 if obs["action_mask"][2] else 0
+
+
+def bot_games(one, other, game, games=24):
+    table = bray.Experiment("PPO", game).spec_of()
+    players = [load_opponent(name, table.sides["default"].spec) for name in (one, other)]
+    matches = play_two(*players, EnvConfig(id=game), table.agents, games)
+    return [match.returns[mine] for match, mine in matches]
+
+
+def test_bots_of_openspiel_play():
+    pytest.importorskip("pyspiel")
+    strong = bot_games("openspiel:mcts(max_simulations=100)", "random", "openspiel:tic_tac_toe")
+    assert min(strong) >= 0.0
+    assert np.mean(strong) > 0.7
+    assert strong == bot_games("openspiel:mcts(max_simulations=100)", "random", "openspiel:tic_tac_toe")
+    blind = bot_games(
+        "openspiel:mcts(max_simulations=2)", "openspiel:mcts(max_simulations=100)", "openspiel:tic_tac_toe"
+    )
+    assert np.mean(blind) < -0.4
+    in_turn = bot_games(*["openspiel:fixed_action_preference"] * 2, "openspiel:tic_tac_toe")
+    assert sorted(in_turn) == [-1.0] * 12 + [1.0] * 12, "who takes the first free square wins where it begins"
+    both = bot_games(
+        "openspiel:uniform_random",
+        "openspiel:uniform_random",
+        "openspiel:goofspiel(num_cards=4,imp_info=True,points_order=descending)",
+    )
+    assert len(set(both)) > 1, "a simultaneous game"
+
+
+@pytest.mark.parametrize(
+    ("bot", "env", "message"),
+    [
+        ("openspiel:mtcs", "openspiel:tic_tac_toe", "mcts"),
+        ("openspiel:mcts(simulations=3)", "openspiel:tic_tac_toe", "max_simulations"),
+        ("openspiel:mcts(max_simulations=", "openspiel:tic_tac_toe", "is no bot for tic_tac_toe"),
+        ("openspiel:mcts", NIM, "plays games of OpenSpiel, and this one is Nim"),
+    ],
+)
+def test_bots_that_cannot_play_are_refused(bot, env, message):
+    pytest.importorskip("pyspiel")
+    with pytest.raises(BrayError, match=message):
+        bot_games(bot, "random", env)
+
+
 def test_a_function_of_a_strangers_run_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     asked = trust.named({"run": {"self_play": {"opponents": ["random", "theirs:bot"]}}})
@@ -243,7 +333,7 @@ def test_the_progress_line_and_the_curve_tell_the_rating(tmp_path):
     line = out.getvalue().splitlines()[-1]
     assert f"rating {row['league/rating']:.0f} ± {row['league/rating_ci95']:.0f}" in line
     assert "won, drawn, lost against past selves" in line
-    assert "won, drawn, lost against random" in line
+    assert re.search(r"won, drawn, lost against random \d+% \d+% \d+%, rating \d+", line)
     assert (tmp_path / "run" / "figures" / "learning_curve.png").stat().st_size > 10_000
 
 
