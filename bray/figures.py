@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bray.errors import CheckpointError, ConfigError, DataError
-from bray.metrics.rows import ENV_STEPS, RATING, RATING_CI
+from bray.metrics.rows import ENV_STEPS, RATING, RATING_CI, side_key
 from bray.rundir import write_atomic
 from bray.rundir.reader import read_plain
 
@@ -229,13 +229,14 @@ def ratings(
     points: Mapping[str, Sequence[tuple[float, float, float]]],
     title: str,
 ) -> Path:
-    """Ratings over environment steps: of the policy while it trained, by its rows, and of the snapshots of each player,
-    (steps, rating, half width of its interval) each."""
+    """Ratings over environment steps: of each player while it trained, by its rows, and of its snapshots, (steps,
+    rating, half width of its interval) each."""
     with _figure(Path(out), title, None) as axes:
-        x, rating = series(curve, RATING)
-        if len(x):
-            axes.plot(x, rating, color=_COLORS[0], lw=1.6, label="while it trained")
-        for (name, found), color in zip(points.items(), _COLORS[1:], strict=False):
+        for i, (name, found) in enumerate(points.items()):
+            color = _COLORS[i % len(_COLORS)]
+            x, rating = series(curve, RATING if name == "default" else side_key(name, RATING))
+            if len(x):
+                axes.plot(x, rating, color=color, lw=1.6, label=f"{name} while it trained")
             steps, mean, half = np.array(found, float).reshape(-1, 3).T
             axes.errorbar(
                 steps, mean, half, fmt="o", ms=4, lw=1.0, capsize=2, color=color, label=f"snapshots of {name}"

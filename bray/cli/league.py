@@ -135,14 +135,14 @@ def _play(options: Options, one: str, other: str) -> None:
 
 
 def _player(exp: Experiment, options: Options, name: str) -> ActingPolicy:
-    served, (side, at, _) = exp.served, name.partition("@")
-    if side != DEFAULT:
+    known, (side, at, _) = list(exp.policies) or [DEFAULT], name.partition("@")
+    served = exp.policy_named(side if side in known else known[0])
+    if side not in known:
         if ":" not in name and name != RANDOM and not Path(name).exists():
-            raise UnknownName(
-                "player", name, (DEFAULT, RANDOM), f"or {DEFAULT}@STEP, openspiel:BOT, module:function, a run directory"
-            )
+            more = f"or {known[0]}@STEP, openspiel:BOT, module:function, a run directory"
+            raise UnknownName("player", name, (*known, RANDOM), more)
         return opponent_of(name, served.spec, trusting(options))
     model = copy.deepcopy(served.model)
     if at:
-        load_weights(model, RunDir.open(options.path).load_weights(PlayerRef.parse(name).step or 0))
+        load_weights(model, RunDir.open(options.path).load_weights(PlayerRef.parse(name).step or 0, side))
     return player_of(model, copy.deepcopy(served.policy))

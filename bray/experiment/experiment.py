@@ -56,7 +56,7 @@ from bray.train.callbacks import CallbackList, make_callbacks
 from bray.train.device import acting_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.fit import Choice
-from bray.train.games import GameTraining, play_games, seating_of, summarize_games
+from bray.train.games import GameTraining, play_games, seating_of, side_of, summarize_games
 from bray.train.goals import Score, check_stop, reached
 from bray.train.live import ID as LIVE, LiveTraining, live_spec
 from bray.train.local import LocalTraining, seeded
@@ -232,7 +232,7 @@ class Experiment:
         return bool(self._env_spec.sides)
 
     def _side_spec(self, name: str) -> EnvSpec:
-        return self._env_spec.sides[name].spec
+        return self._env_spec.sides[side_of(self.config["run"], name)].spec
 
     def _make_training(self) -> LocalTraining | LiveTraining | FileTraining | PolicyTrainings | GameTraining:
         c = self.config
@@ -631,9 +631,10 @@ class Experiment:
         """The policy as it is served: made from the spec and the weights alone."""
         if self.policies:
             raise several(self.path, self.policies)
-        return self._serve(DEFAULT)
+        return self.policy_named(DEFAULT)
 
-    def _serve(self, name: str) -> ServedPolicy:
+    def policy_named(self, name: str) -> ServedPolicy:
+        """One of several policies as it is served; `default` where there is one."""
         if name not in self._served:
             made: Any = self.policies.get(name, self)
             side = self.training.sides[name] if self._run is not None or name not in self._specs else None
@@ -705,10 +706,10 @@ class Experiment:
             return play_games(env, players, games, seed, check_mode(act), on_step, most_steps, callbacks)
 
     def players(self, spec: EnvSpec) -> dict[str, ActingPolicy]:
-        """Who decides for the sides of a game."""
+        """Who decides for the sides of a game; where all players of a league sit at one, the first of them."""
         out: dict[str, ActingPolicy] = {}
         for name, side in spec.sides.items():
-            served = self._serve(name)
+            served = self.policy_named(name if name in self.policies else next(iter(self.policies), DEFAULT))
             if (side.spec.observation, side.spec.action) != (served.spec.observation, served.spec.action):
                 raise CheckpointError(f"the game has other spaces than the policy {name} was trained for")
             out[name] = ActingPolicy(served.engine, served.policy, served.initial_state)

@@ -237,11 +237,14 @@ def kind_of(player: Player) -> str:
     return next((kind for kind, cls in KINDS.items() if isinstance(player, cls)), "")
 
 
-def make_players(config: Mapping[str, Any]) -> dict[str, Player]:
-    """{name: kind} or {name: {kind: main, snapshot_every: 100_000, ...}}, where a kind may be `module:Class`."""
+def make_players(config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Player]:
+    """{name: kind} or {name: {kind: main, snapshot_every: 100_000, ...}}, where a kind may be `module:Class`.
+    `defaults`: of all kinds that have these keys."""
     players: dict[str, Player] = {}
     for name, given in config.items():
         where = f"player {name}"
+        if not isinstance(given, (str, Mapping, type(None))):
+            raise ConfigError(f"{where}: expected a kind ({', '.join(KINDS)}) or a dict with `kind`, got {given!r}")
         about = {"kind": given} if isinstance(given, str) else dict(given or {})
         cls = load_named(str(about.pop("kind", "main")), "kind of player", where, KINDS)
         if not (isinstance(cls, type) and issubclass(cls, Player)):
@@ -251,6 +254,7 @@ def make_players(config: Mapping[str, Any]) -> dict[str, Player]:
             raise UnknownName("key", str(unknown[0]), known, where)
         if not name or "@" in name:
             raise ConfigError(f"{where}: expected a name without @, which stands before the step of a snapshot")
+        about = {key: value for key, value in (defaults or {}).items() if key in known} | about
         try:
             players[name] = cls(name=name, **about)
         except TypeError as e:

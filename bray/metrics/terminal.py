@@ -202,9 +202,10 @@ def _main(row: Row, most: int = 6) -> list[tuple[str, Any]]:
     """The numbers worth a place on the screen besides the fixed ones: what self-play comes to and evaluation first,
     then losses."""
     out: list[tuple[str, Any]] = []
-    if row.get(RATING) is not None:
-        out.append(("rating", f"{row[RATING]:.0f} ± {row[RATING_CI]:.0f}"))
-    for key in [k for k in row if k.endswith("/win")]:
+    for key in [k for k in row if k.endswith(RATING) and row[k] is not None]:
+        side = key.removesuffix(RATING)
+        out.append((f"rating {side.removeprefix(SIDE)}".rstrip(" /"), f"{row[key]:.0f} ± {row[side + RATING_CI]:.0f}"))
+    for key in [k for k in row if k.endswith("/win") and not k.startswith(SIDE)]:
         group = key.removesuffix("/win")
         shares = (row.get(f"{group}/{how}") or 0.0 for how in ("win", "draw", "loss"))
         whom = "past selves" if group == "league" else group.removeprefix("eval/")

@@ -101,6 +101,15 @@ def _opponents(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, An
     return _each_code(value.get("opponents") or (), section)
 
 
+def _players(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The kinds of players of a league."""
+    for policy in value.values():
+        player = policy.get("player") if isinstance(policy, Mapping) else None
+        kind = player.get("kind") if isinstance(player, Mapping) else player
+        if _is_path(kind):
+            yield kind, player
+
+
 def _callbacks(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     for callback in value:
         if isinstance(callback, Mapping) and "name" not in callback:  # {event: function}
@@ -132,6 +141,7 @@ ASKS: dict[str, Ask] = {
     "run.algorithm": Ask(_IMPORT, When.MADE, _code),
     "run.callbacks": Ask(_IMPORT, When.MADE, _callbacks),
     "run.policy_mapping": Ask(_IMPORT, When.PLAYS, _code),
+    "run.policies": Ask(_IMPORT, When.TRAINS, _players),  # all else of a policy is in a config.yaml of its own
     "run.self_play": Ask(_IMPORT, When.TRAINS, _opponents),
     "env.id": Ask(_IMPORT, When.PLAYS, _environment),
     "env.env_config": Ask("hand to its environment", When.PLAYS, _environment_files),
@@ -164,15 +174,14 @@ ASKS: dict[str, Ask] = {
 """Keys of a run's config that make a process import, connect, listen, or read and write elsewhere."""
 HARMLESS = {
     "run": """
-        policies policies_to_train seed stop init_from init_map init_partial device threads record
+        policies_to_train seed stop init_from init_map init_partial device threads record
         num_learners num_workers lockstep inference env_groups
         worker_timeout_s max_worker_restarts num_cpus_per_worker num_gpus_per_worker object_store_mb output_file_mb
         iteration_steps
         eval_freq eval_episodes eval_parallel video_freq checkpoint_freq checkpoint_updates checkpoint_every_s
         keep_checkpoints keep_best checkpoint_score checkpoint_replay export_graph_after_s log_level save_figure
         show_figure
-    """,  # init_from: of a run that begins; one that was written never looks at it again; policies: each has a
-    # config.yaml of its own
+    """,  # init_from: of a run that begins; one that was written never looks at it again
     "env": """
         vector num_envs num_processes step_ms teams drop_obs max_episode_steps frame_stack flatten_obs atari
         action_bounds clip_rewards normalize_rewards check max_restarts step_timeout wait_num step_wait_timeout

@@ -55,7 +55,8 @@ def parse_mapping(given: str) -> Any:
 
 @dataclass(frozen=True)
 class SelfPlayConfig:
-    """Whom a policy plays that learns a game of several agents from games against itself."""
+    """Whom a policy plays that learns a game of several agents from games against itself; in a league, defaults of all
+    kinds of players that have these keys."""
 
     pool: Count = 20
     """Newest snapshots that are its opponents."""
@@ -102,8 +103,10 @@ class RunConfig:
         default_factory=dict
     )
     """Several policies in one run, by name: {first: PPO, second: {run: DQN, config: {lr: 1e-3}}}. What one does not say
-    (run, config, model, env, init_from) is as the rest of the config says. In a game of several agents they play with
-    each other (`policy_mapping`); in an environment of one agent each plays in environments of its own."""
+    (run, config, model, env, init_from) is as the rest of the config says. With `self_play` they are a league, each a
+    `player`: a kind (main, main_exploiter, league_exploiter, self_play, module:Class), or {kind: ..., KEY: ...}. In a
+    game of several agents they play with each other (`policy_mapping`); in an environment of one agent each plays in
+    environments of its own."""
     policy_mapping: Annotated[Any, Flag(metavar="AGENT=POLICY", parse=parse_mapping), Needs("policies")] = None
     """In a game of several agents, which policy decides for whom: {agent: policy}, where an agent may be a pattern such
     as "b*", or module:function with `function(agent, game)`, asked when a game begins. null = agents by the names of
@@ -111,8 +114,9 @@ class RunConfig:
     policies_to_train: Annotated[list[str] | None, Flag(metavar="NAME"), Needs("policies")] = None
     """Those that learn; the others play with the weights that they start with. null = all."""
     self_play: SelfPlayConfig | None = None
-    """In a game of several agents: play against itself as it is now and as it was, snapshots of its own weights
-    (docs/league.md); {} = with these defaults. null = all agents play by the newest weights."""
+    """In a game of several agents: play against itself as it is now and as it was, snapshots of its weights; several
+    `policies` are a league, whose players meet each other (docs/league.md). {} = with these defaults. null = all agents
+    play by the newest weights."""
     device: Annotated[str, Flag(metavar="D")] = "auto"
     """Where the learner computes: cpu, cuda, cuda:N. auto = a GPU where there is one and the network is large enough to
     be faster there (docs/scaling.md)."""

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bray import tree
-from bray.envs.table import NOBODY
 from bray.train.callbacks import Episode
 
 
@@ -37,13 +36,12 @@ class GameEpisode(Episode):
 
     def __init__(self, source: Any, number: int, env_index: int):
         super().__init__(source, number, env_index)
+        self._places = source.places
         self._seats: dict[str, tuple[str, int]] = {}
-        for side in source.seats:
-            for i, agent in enumerate(source.obs[side]["agent"][env_index].tolist()):
-                if agent != NOBODY:
-                    self._seats[source.name_of(agent)] = side, i
-        self.policies = {agent: side for agent, (side, _) in self._seats.items()}
-        """Which policy decides for each agent."""
+        self.policies: dict[str, str] = {}
+        """Which policy decides for each agent; `NAME@STEP` as it was."""
+        for agent, side, player, i in source.seated(env_index):
+            self._seats[agent], self.policies[agent] = (side, i), player
         self.returns = {agent: source.return_of(side, env_index, i) for agent, (side, i) in self._seats.items()}
         """Rewards of each agent so far."""
         self.action, self.reward = {}, {}
@@ -52,8 +50,9 @@ class GameEpisode(Episode):
     @property
     def obs(self) -> Any:
         b, seen = self._at, self._rollout.obs
-        shown = {a: (s, i) for a, (s, i) in self._seats.items() if a in self.ended or seen[s]["flags"][b, i]}
-        return {a: tree.index(seen[s]["obs"], (b, i)) for a, (s, i) in shown.items()}
+        at = {agent: (seen[self._places[side]], i) for agent, (side, i) in self._seats.items()}
+        shown = {a: (s, i) for a, (s, i) in at.items() if a in self.ended or s["flags"][b, i]}
+        return {a: tree.index(s["obs"], (b, i)) for a, (s, i) in shown.items()}
 
     def played(self, step: GameStep, reward: Any, infos: Any) -> None:
         self.length += 1

@@ -26,7 +26,7 @@ from bray.envs.rewards import RewardTransform
 from bray.envs.table import DEFAULT, Game, Seating
 from bray.envs.vector import VecEnv
 from bray.errors import ConfigError
-from bray.league import Rating
+from bray.league import PlayerRef, Rating
 from bray.metrics.rows import side_key
 from bray.nn.catalog import example_obs
 from bray.rundir import RunDir
@@ -43,7 +43,7 @@ from bray.train.opponents import FIRST, SpielBotSeats, load_opponent
 from bray.train.policies import encoder_owners, owners_first
 from bray.train.processes import Processes
 from bray.train.sampler import GamePlan, Played, SidePlan
-from bray.train.self_play import LeagueSeats, LeagueSource, Snapshots
+from bray.train.self_play import LeagueSeats, LeagueSource, RunLeague, Snapshots
 from bray.train.setup import Setup
 from bray.train.side import Side
 from bray.train.table import Match, MatchNumbers, SeatRollout, TableSource, outcome, shares
@@ -53,8 +53,15 @@ logger = logging.getLogger("bray")
 
 
 def seating_of(run: RunConfig) -> Seating:
-    """Which policies there are, and whose agents."""
+    """Which policies there are, and whose agents. In a league any may decide for any agent: all sit at one side."""
+    if run.self_play is not None:
+        return Seating()
     return Seating(tuple(run.policies) or (DEFAULT,), run.policy_mapping)
+
+
+def side_of(run: RunConfig, policy: str) -> str:
+    """At which side of the table a policy sits."""
+    return policy if run.self_play is None else DEFAULT
 
 
 class GameWorkers(WorkerSource):
@@ -139,23 +146,24 @@ class GameTraining(Driver):
         workers live; None = processes of this machine. `opponent_of`: who plays by a name in evaluations of
         self-play."""
         self.run_config, self.env_config, self.opponent_of = run, env, opponent_of
-        self.league: LeagueSource | None = None
-        """The games, where a policy plays against itself and its snapshots."""
+        self.league: RunLeague | None = None
+        """Who plays whom, where policies play against each other and their snapshots."""
         self.device = resolve_device(run.device)
         _check(run, env)
-        self.seating, self._home = Seating(tuple(setups), run.policy_mapping), home
+        self.seating, self._home = seating_of(run), home
         self.central: CentralServers | None = None
         self.env = None if run.workers else make_vec(env, seed=run.seed, seating=self.seating)
         try:
             game = env_spec(env, self.seating) if self.env is None else self.env.spec
             self.agents, self.game_id = game.agents, game.id
             self.games = env.num_envs * max(1, run.workers)
-            self._seats_of = {name: side.seats for name, side in game.sides.items()}
+            of_side = {name: game.sides[side_of(run, name)] for name in setups}
+            self._seats_of = {name: side.seats for name, side in of_side.items()}
             made: dict[str, Side] = {}
             owners = encoder_owners(run.policies)
             for n in owners_first(setups, owners):
                 reads = made[owners[n]].model if n in owners else None
-                made[n] = self._side(n, setups[n], game.sides[n], learn is None or n in learn, reads)
+                made[n] = self._side(n, setups[n], of_side[n], learn is None or n in learn, reads)
             sides = {n: made[n] for n in setups}
             source = self._play_in_workers(setups, sides, home) if self.env is None else self._play_here(sides)
         except BaseException:
@@ -189,27 +197,26 @@ class GameTraining(Driver):
     def _share_of_seats(self, game: SideSpec) -> float:
         """How many of the seats of a side it has at a time, on average."""
         if (own := self.run_config.self_play) is not None:  # against snapshots, one seat of a game learns
-            return own.newest + (1.0 - own.newest) / game.seats
+            return (own.newest + (1.0 - own.newest) / game.seats) / max(1, len(self.run_config.policies))
         return 1.0 / len(self.seating.policies) if callable(self.seating.rule(self.agents)) else 1.0
 
     def _play_here(self, sides: Mapping[str, Side]) -> TableSource:
-        run, env, own = self.run_config, self.env, self.run_config.self_play
+        run, env = self.run_config, self.env
         assert env is not None
         source: TableSource
-        if own is None:
+        if run.self_play is None:
             source = TableSource(env, {n: self._seats(i, s) for i, (n, s) in enumerate(sides.items())}, self.agents)
         else:
-            ((name, side),) = sides.items()
-            snapshots = Snapshots(side, own.pool + 1, run.record)
-            seats = self._seats(0, side, snapshots)
-            source = self.league = LeagueSource(env, {name: seats}, self.agents, own, snapshots, run.seed)
+            league = self.league = RunLeague(sides, self.agents, run)
+            seats = {n: self._seats(i, s, league.snapshots[n]) for i, (n, s) in enumerate(sides.items())}
+            source = LeagueSource(env, seats, self.agents, league)
         source.reset(run.seed)
         return source
 
     def _seats(self, i: int, side: Side, snapshots: Snapshots | None = None) -> Any:
         run, env = self.run_config, self.env
         assert env is not None
-        game = env.spec.sides[side.name]
+        game = env.spec.sides[side_of(run, side.name)]
         n = env.num_envs * game.seats
         side.policy.seat(0, n, n)
         rewards = RewardTransform(self.env_config, n, getattr(side.config, "gamma", 1.0))
@@ -279,7 +286,8 @@ class GameTraining(Driver):
         return f"{workers} worker{'s' if workers > 1 else ''}{where} with {games} each" if workers else games
 
     def evaluate(self, episodes: int | None = None) -> dict[str, Any]:
-        """Greedy games on seeds that are the same in every run, all sides as they are now."""
+        """Greedy games on seeds that are the same in every run, all sides as they are now. In a league each player
+        against the opponents; `eval/return_mean` is that of the first one."""
         record, episodes = self.run_config.record, episodes or self.run_config.eval_episodes
         players = {name: player_of(side.model, side.policy, record) for name, side in self.sides.items()}
         if self.league is None:
@@ -287,14 +295,18 @@ class GameTraining(Driver):
         opponents = {}
         for name in self.league.config.opponents:
             opponents[name] = self.league.first() if name == FIRST else self.opponent_of(name, self.side.spec)
-        me = players[self.side.name]
-        return play_opponents(me, opponents, self.env_config, self.agents, episodes, self.league.rate)
+        found: dict[str, Any] = {}
+        for name, player in players.items():
+            rate = partial(self.league.rate, PlayerRef(name))
+            one = play_opponents(player, opponents, self.env_config, self.agents, episodes, rate)
+            found |= one if name == DEFAULT else {side_key(name, key): value for key, value in one.items()}
+            found.setdefault("eval/return_mean", one["eval/return_mean"])
+        return found
 
 
 def _check(run: RunConfig, env: EnvConfig) -> None:
-    if run.self_play is not None and (run.workers or run.policies):
-        which = f"num_workers={run.workers}" if run.workers else "policies"
-        raise ConfigError(f"run.self_play is one policy that plays here: leave {which} out (num_workers=0)")
+    if run.self_play is not None:
+        _check_league(run)
     if run.workers and env.normalize_rewards:
         raise ConfigError("env.normalize_rewards of games of several agents needs num_workers=0: leave one of them out")
     check_inference(run)
@@ -305,6 +317,25 @@ def _check(run: RunConfig, env: EnvConfig) -> None:
             raise ConfigError(
                 f"run.policies.{name}: env.{next(iter(own))} is of the game that all policies play in: set it for all"
             )
+
+
+def _check_league(run: RunConfig) -> None:
+    if run.workers:
+        raise ConfigError(f"run.self_play plays here: leave num_workers={run.workers} out (num_workers=0)")
+    if len(run.policies) == 1:
+        raise ConfigError(
+            "run.self_play: a league has several policies, and one plays itself without them: leave policies out"
+        )
+    for key in ("policy_mapping", "policies_to_train"):
+        if getattr(run, key) is not None:
+            raise ConfigError(
+                f"run.{key}: in a league any player may decide for any agent, and all learn: leave {key} out"
+            )
+    if owners := encoder_owners(run.policies):
+        raise ConfigError(
+            f"run.policies.{next(iter(owners))}.share_encoder: players of a league have weights of their own: leave "
+            "share_encoder out"
+        )
 
 
 def play_games(

@@ -25,7 +25,7 @@ from bray.train.setup import Check, Setup, is_object, set_up
 
 _OF_RUN = ("policies", "policies_to_train", "policy_mapping")
 _BEGINS = ("init_from", "init_map", "init_partial")
-KEYS = ("run", "config", "model", "env", "share_encoder", *_BEGINS)
+KEYS = ("run", "config", "model", "env", "share_encoder", "player", *_BEGINS)
 """What a policy may have of its own."""
 
 
@@ -62,6 +62,9 @@ def set_up_policies(
     if unknown := [name for name in run.policies_to_train or () if name not in run.policies]:
         raise UnknownName("policy", unknown[0], run.policies, "run.policies_to_train")
     encoder_owners(run.policies)
+    players = [name for name, own in run.policies.items() if isinstance(own, Mapping) and own.get("player") is not None]
+    if players and run.self_play is None:
+        raise ConfigError(f"run.policies.{players[0]}.player is for a league: set self_play: {{}} beside policies")
     return {
         name: _set_up(_checked_name(name), policy, run, of_run.algo, env, sources, use_preset, check)
         for name, policy in run.policies.items()

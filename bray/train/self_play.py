@@ -1,12 +1,12 @@
-"""Self-play in one process: a policy plays itself, as it is now and as it was.
+"""Self-play and leagues: policies play each other, and each other and themselves as they were.
 
-    a game begins     the league draws a job: of each agent, whether it is the policy that learns or which snapshot
-    each step         one forward for all seats that learn, and one for each snapshot that is to decide
+    a game begins     the league draws a job: of each agent, which policy decides, as it learns or which snapshot of it
+    each step         one forward for all seats of a policy that learn, and one for each snapshot that is to decide
     a game ends       its result goes to the league's log, and the next job is drawn
     an update         the league says whether the weights are frozen now
 
-Only the seats of the policy that learns have rows. Snapshots are copies of weights in the run directory, beside those
-of its checkpoints, and stay there.
+All policies sit at the same side of the table, each at the seats that the job gives it. Only seats of policies that
+learn have rows. Snapshots are copies of weights in the run directory, beside those of its checkpoints, and stay there.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from bray import tree
 from bray.act import SAMPLE, TRAINED, Clock, Tick, decide_now
 from bray.capture import Record
 from bray.data.experience import Counts
 from bray.data.piece import Piece
+from bray.envs.table import DEFAULT
 from bray.envs.vector import VecEnv
 from bray.errors import CheckpointError
 from bray.inference.torch_engine import load_weights
-from bray.league import IN_RUN, League, Outcome, PlayerRef, Rating, ResultLog, make_players
+from bray.league import IN_RUN, Job, League, Outcome, PlayerRef, Rating, ResultLog, make_players
+from bray.metrics.rows import side_key
 from bray.rundir import RunDir
 from bray.train.acting import ActingPolicy, player_of
-from bray.train.config import SelfPlayConfig
+from bray.train.config import RunConfig
 from bray.train.opponents import FIRST
 from bray.train.rollout import zeroed
 from bray.train.side import Side
@@ -38,17 +41,25 @@ from bray.train.table import WINDOW, Match, SeatRollout, TableSource, Turn, outc
 
 logger = logging.getLogger("bray")
 
-LIVE = -1
-"""In the place of a snapshot's version: the weights that learn."""
+LIVE, ELSEWHERE = -1, -2
+"""In the place of a snapshot's version: the weights that learn; nobody of this policy."""
+
+
+def players_of(run: RunConfig) -> dict[str, Any]:
+    """What a config says of each player of its league."""
+    if not run.policies:
+        return {DEFAULT: "self_play"}
+    said = {name: own.get("player") if isinstance(own, Mapping) else None for name, own in run.policies.items()}
+    return {name: player or "main" for name, player in said.items()}
 
 
 class Snapshots:
     """Copies of a policy's weights, by their version; those that play have a Model of their own."""
 
-    def __init__(self, side: Side, most: int, record: Record = True):
+    def __init__(self, name: str, model: nn.Module, policy: Any, most: int, record: Record = True):
         """most: Models at once. To be made before the policy is told which seats are its own."""
-        self._policy = copy.deepcopy(side.policy)
-        self._side, self._most, self._record = side, most, record
+        self._policy = copy.deepcopy(policy)
+        self._name, self._model, self._most, self._record = name, model, most, record
         self._players: OrderedDict[int, ActingPolicy] = OrderedDict()
         self._unsaved: dict[int, Mapping[str, np.ndarray]] = {}
         self._directory: RunDir | None = None
@@ -59,27 +70,30 @@ class Snapshots:
             self._save(version, weights)
         self._unsaved = {}
 
-    def add(self, version: int) -> None:
-        """The weights of now."""
+    def add(self, version: int, weights: Mapping[str, np.ndarray]) -> None:
         self._players.pop(version, None)
         if self._directory is None:
-            self._unsaved[version] = self._side.weights()
+            self._unsaved[version] = {name: np.array(x) for name, x in weights.items()}
         else:
-            self._save(version, self._side.weights_now())
+            self._save(version, weights)
 
     def _save(self, version: int, weights: Mapping[str, np.ndarray]) -> None:
         assert self._directory is not None
-        self._directory.save_weights(version, weights, self._side.name)
-        self._directory.protect(version, self._side.name)
+        self._directory.save_weights(version, weights, self._name)
+        self._directory.protect(version, self._name)
+
+    def weights(self, version: int) -> Mapping[str, np.ndarray]:
+        """CheckpointError where they are gone."""
+        if version in self._unsaved:
+            return self._unsaved[version]
+        if self._directory is None:
+            raise CheckpointError(f"there are no weights of {self._name}, step {version}")
+        return self._directory.load_weights(version, self._name)
 
     def player(self, version: int) -> ActingPolicy:
-        """Who plays by these weights. CheckpointError where they are gone."""
+        """Who plays by these weights."""
         if version not in self._players:
-            weights = self._unsaved.get(version)
-            if weights is None:
-                if self._directory is None:
-                    raise CheckpointError(f"there are no weights of step {version}")
-                weights = self._directory.load_weights(version, self._side.name)
+            weights = self.weights(version)
             full = len(self._players) >= self._most
             player = self._players.popitem(last=False)[1] if full else self._new_player()
             load_weights(player.engine.model, weights)
@@ -88,11 +102,11 @@ class Snapshots:
         return self._players[version]
 
     def _new_player(self) -> ActingPolicy:
-        return player_of(copy.deepcopy(self._side.model), self._policy, self._record, SAMPLE)
+        return player_of(copy.deepcopy(self._model), self._policy, self._record, SAMPLE)
 
 
 class LeagueSeats(SeatRollout):
-    """The seats of one policy, some of which are its snapshots'."""
+    """The seats of one policy: of those that a job gives it, some are its snapshots'."""
 
     def __init__(self, *args: Any, snapshots: Snapshots, **more: Any):
         super().__init__(*args, **more)
@@ -108,10 +122,19 @@ class LeagueSeats(SeatRollout):
         n = self.num_seats // self.games
         self._version_of[game * n : (game + 1) * n] = versions
 
+    def player_at(self, row: int) -> str | None:
+        version = int(self._version_of[row])
+        return None if version == ELSEWHERE else str(PlayerRef(self.name, None if version == LIVE else version))
+
+    @property
+    def mine(self) -> np.ndarray:
+        """The seats that this policy decides for, as it is or as it was."""
+        return np.flatnonzero(self._version_of != ELSEWHERE)
+
     def begin(self) -> None:
         """All games are at their first observation, and it is known who plays."""
         live = self._version_of == LIVE
-        self._others, self._began[:] = self.acts & ~live, False
+        self._others, self._began[:] = self.acts & (self._version_of >= 0), False
         self.acts = self.acts & live
 
     def decide(self) -> Any:
@@ -148,7 +171,7 @@ class LeagueSeats(SeatRollout):
         acts, ended = turn.acts, turn.terminated | turn.truncated
         if over is not None:
             acts, ended = acts & ~over, ended | over
-        self._others = acts & ~live
+        self._others = acts & (self._version_of >= 0)
         self._began &= ~ended
         super().take(turn._replace(acts=turn.acts & live), over)
 
@@ -171,54 +194,127 @@ class LeagueSeats(SeatRollout):
             self._others, self._began = np.array(arrays["others"]), np.array(arrays["began"])
 
 
-class LeagueSource(TableSource):
-    """Games of one policy against itself and its snapshots, as a league draws them."""
+class RunLeague:
+    """The league of a run: draws its matches, counts their results, and keeps copies of the players' weights."""
 
-    def __init__(
-        self,
-        env: VecEnv,
-        seats: Mapping[str, LeagueSeats],
-        agents: Sequence[str],
-        config: SelfPlayConfig,
-        snapshots: Snapshots,
-        seed: int,
-    ):
-        ((name, self._seats),) = seats.items()
-        self.config, self.snapshots = config, snapshots
-        keys = ("pool", "newest", "snapshot_every", "weighting")
-        about = {"kind": "self_play", **{key: getattr(config, key) for key in keys}}
-        self.me = PlayerRef(name)
-        self.league = League(make_players({name: about}), agents, ResultLog())
-        self._rng = np.random.default_rng([seed, 36])
-        self._jobs = [0] * env.num_envs
-        self._resumes = False
-        self._newest: deque[int] = deque(maxlen=WINDOW)  # how games against snapshots ended
-        super().__init__(env, seats, agents)
+    def __init__(self, sides: Mapping[str, Side], agents: Sequence[str], run: RunConfig):
+        assert run.self_play is not None
+        self.config = config = run.self_play
+        defaults = {key: getattr(config, key) for key in ("pool", "newest", "snapshot_every", "weighting")}
+        self.league = League(make_players(players_of(run), defaults), agents, ResultLog())
+        most, record = config.pool + 1, run.record
+        self.snapshots = {n: Snapshots(n, side.model, side.policy, most, record) for n, side in sides.items()}
+        self._sides = dict(sides)
+        self._rng = np.random.default_rng([run.seed, 36])
+        # Of each player, how its games against others than itself ended.
+        self._newest: dict[str, deque[int]] = {name: deque(maxlen=WINDOW) for name in sides}
 
     def keep_in(self, directory: RunDir) -> None:
         """Where results and snapshots are written."""
         self.league.log.keep_in(directory.path / IN_RUN)
-        self.snapshots.keep_in(directory)
+        for snapshots in self.snapshots.values():
+            snapshots.keep_in(directory)
+
+    def draw(self) -> Job:
+        """A match of players that can play."""
+        job = self.league.job(self._rng)
+        while not self.are_there(job):
+            self.league.drop(job.id)
+            job = self.league.job(self._rng)
+        return job
+
+    def finish(self, job: Job, match: Match) -> None:
+        """A match has ended as this game did."""
+        if not self.league.finish(Outcome(job.id, match.returns, match.length)):
+            return
+        for name, newest in self._newest.items():
+            mine = [agent for agent, ref in job.seats.items() if ref == PlayerRef(name)]
+            if 0 < len(mine) < len(job.seats):
+                newest.append(outcome(match, mine))
+
+    def are_there(self, job: Job) -> bool:
+        """Whether all who are to play can; a snapshot whose weights are gone is left out from now on."""
+        return all(self._is_there(ref) for ref in dict.fromkeys(job.seats.values()))
+
+    def _is_there(self, ref: PlayerRef) -> bool:
+        try:
+            if ref.step is not None:
+                self.snapshots[ref.side].player(ref.step)
+            return True
+        except CheckpointError as e:
+            logger.warning("%s", e)
+            self.league.lost(ref)
+            return False
 
     def first(self) -> ActingPolicy:
-        """The first of its snapshots."""
-        self._freeze_first()
-        step = self.league.past()[0].step
-        assert step is not None
-        return self.snapshots.player(step)
+        """The first snapshot of the first player."""
+        self.freeze_first(0)
+        return self.snapshots[self._first.side].player(self._first.step or 0)
 
-    def rate(self, opponent: str, outcomes: Sequence[int]) -> Rating:
+    @property
+    def _first(self) -> PlayerRef:
+        return self.league.past(next(iter(self._sides)))[0]
+
+    def rate(self, player: PlayerRef, opponent: str, outcomes: Sequence[int]) -> Rating:
         """How strong an opponent is, after games of an evaluation against it. Of the first snapshot its own games
         say it."""
         if opponent == FIRST:
-            return self.league.rating(self.league.past()[0])
-        self.league.evaluated(self.me, opponent, outcomes)
+            return self.league.rating(self._first)
+        self.league.evaluated(player, opponent, outcomes)
         return self.league.opponents[opponent]
 
-    def _freeze_first(self) -> None:
-        """What it begins with: not before `init_from` has been heard."""
-        if not self.league.past():
-            self._freeze(Clock(self.env_steps, self._seats.version))
+    def freeze_first(self, env_steps: int) -> None:
+        """What players begin with: not before `init_from` has been heard."""
+        for name, side in self._sides.items():
+            if not self.league.past(name):
+                self.freeze(name, Clock(env_steps, side.version))
+
+    def freeze(self, name: str, clock: Clock) -> None:
+        """Where it is time to: keep a copy of the weights of now, and where the player starts anew, let it."""
+        snapshot = self.league.trained(name, clock.env_steps, clock.version)
+        if snapshot is None:
+            return
+        self.snapshots[name].add(clock.version, self._sides[name].weights_now())
+        if snapshot.anew:
+            begun = self.league.past(name)[0]
+            try:
+                self._sides[name].start_with(self.snapshots[name].weights(begun.step or 0))
+            except CheckpointError as e:
+                logger.warning("player %s goes on as it is, and does not start anew from %s: %s", name, begun, e)
+
+    def numbers(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, newest in self._newest.items():
+            rating = self.league.rating(PlayerRef(name))
+            one = {"league/rating": rating.elo, "league/rating_ci95": rating.half}
+            one |= {"league/snapshots": len(self.league.past(name)), **shares("league", newest)}
+            found |= one if name == DEFAULT else {side_key(name, key): value for key, value in one.items()}
+        return found
+
+    def get_state(self) -> dict[str, Any]:
+        newest = {name: list(outcomes) for name, outcomes in self._newest.items()}
+        return self.league.get_state() | {"rng": self._rng.bit_generator.state, "newest": newest}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.league.set_state(state)
+        self._rng.bit_generator.state = state["rng"]
+        for name, outcomes in state["newest"].items():
+            self._newest[name].extend(map(int, outcomes))
+
+    def close(self) -> None:
+        self.league.log.close()
+
+
+class LeagueSource(TableSource):
+    """Games of the players of a league, as it draws them."""
+
+    def __init__(self, env: VecEnv, seats: Mapping[str, LeagueSeats], agents: Sequence[str], league: RunLeague):
+        self.league = league
+        self._seats = dict(seats)
+        self._jobs: list[Job] = []
+        """The match of each game."""
+        self._resumes = False
+        super().__init__(env, seats, agents, DEFAULT)
 
     def _begin(self, obs: Any) -> None:
         super()._begin(obs)
@@ -226,73 +322,60 @@ class LeagueSource(TableSource):
             self._deal_all()
 
     def _deal_all(self) -> None:
+        self._jobs = [self.league.draw() for _ in range(self.env.num_envs)]
         for game in range(self.env.num_envs):
             self._deal(game)
-        self._seats.begin()
+        for seat in self._seats.values():
+            seat.begin()
 
     def _deal(self, game: int) -> None:
-        """Draw who plays the game that begins."""
-        job = self.league.job(self._rng)
-        while not all(self._is_there(ref) for ref in dict.fromkeys(job.seats.values())):
-            self.league.drop(job.id)
-            job = self.league.job(self._rng)
-        self._jobs[game] = job.id
-        self._seats.deal(game, [LIVE if (step := job.seats[a].step) is None else step for a in self.league.agents])
+        """Tell all who sits where in the game that begins."""
+        seated = [self._jobs[game].seats[agent] for agent in self._names]
+        for name, seat in self._seats.items():
+            seat.deal(game, [_version_of(ref, name) for ref in seated])
+
+    def _decide(self) -> dict[str, Any]:
+        actions: Any = None
+        for seat in self._seats.values():
+            mine, chosen = seat.mine, seat.decide()
+            if actions is None:
+                actions = tree.map(np.array, chosen) if len(self._seats) > 1 else chosen
+                continue
+            tree.map(lambda to, of, mine=mine: to.__setitem__(mine, of[mine]), actions, chosen)
+        return {DEFAULT: actions}
 
     def step(self) -> None:
         super().step()
         for match in self.matches:
-            self._count(match)
+            self.league.finish(self._jobs[match.game], match)
+            self._jobs[match.game] = self.league.draw()
             self._deal(match.game)
 
-    def _count(self, match: Match) -> None:
-        seats = self.league.seats(self._jobs[match.game])
-        if self.league.finish(Outcome(self._jobs[match.game], match.returns, match.length)):
-            mine = [agent for agent, ref in seats.items() if ref == self.me]
-            if len(mine) < len(seats):
-                self._newest.append(outcome(match, mine))
-
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
-        self._freeze_first()
+        self.league.freeze_first(self.env_steps)
         return super().gather(timeout)
 
     def publish(self, side: str, weights: Any, clock: Clock) -> None:
         super().publish(side, weights, clock)
-        self._freeze(clock)
-
-    def _freeze(self, clock: Clock) -> None:
-        """Where it is time to: keep a copy of the weights of now."""
-        snapshot = self.league.trained(self.me.side, clock.env_steps, clock.version)
-        if snapshot is not None:
-            self.snapshots.add(clock.version)
+        self.league.freeze(side, clock)
 
     def close(self) -> None:
         super().close()
-        self.league.log.close()
+        self.league.close()
 
     def numbers(self) -> dict[str, float]:
-        rating = self.league.rating(self.me)
-        found = {"league/rating": rating.elo, "league/rating_ci95": rating.half}
-        found["league/snapshots"] = len(self.league.past())
-        return super().numbers() | found | shares("league", self._newest)
+        return super().numbers() | self.league.numbers()
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:
         state = super().get_state(midway)
-        state["json"]["league"] = self.league.get_state() | {
-            "jobs": list(self._jobs),
-            "rng": self._rng.bit_generator.state,
-            "newest": list(self._newest),
-        }
+        state["json"]["league"] = self.league.get_state() | {"jobs": [job.id for job in self._jobs]}
         return state
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         saved = state["json"]["league"]
         self.league.set_state(saved)
-        self._rng.bit_generator.state = saved["rng"]
-        self._newest.extend(map(int, saved["newest"]))
-        jobs = list(map(int, saved["jobs"]))
-        seated = [ref for job in jobs for ref in self.league.seats(job).values()]
-        if not all(self._is_there(ref) for ref in dict.fromkeys(seated)):
+        jobs = [Job(id, self.league.league.seats(id)) for id in map(int, saved["jobs"])]
+        if not all(self.league.are_there(job) for job in jobs):
             state = {**state, "json": {**state["json"], "env": None}}  # games that cannot go on begin anew
         self._resumes = True
         exact = super().set_state(state, clock)
@@ -301,17 +384,11 @@ class LeagueSource(TableSource):
             self._jobs = jobs
         else:
             for job in jobs:
-                self.league.drop(job)
+                self.league.league.drop(job.id)
             self._deal_all()
         return exact
 
-    def _is_there(self, ref: PlayerRef) -> bool:
-        """Whether it can play; a snapshot whose weights are gone is left out from now on."""
-        try:
-            if ref.step is not None:
-                self.snapshots.player(ref.step)
-            return True
-        except CheckpointError as e:
-            logger.warning("%s", e)
-            self.league.lost(ref)
-            return False
+
+def _version_of(ref: PlayerRef, name: str) -> int:
+    """What `LeagueSeats.deal` is told of a seat."""
+    return ELSEWHERE if ref.side != name else LIVE if ref.step is None else ref.step

@@ -17,7 +17,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +55,7 @@ class Match(NamedTuple):
     game: int
     """The number of its environment."""
     players: dict[str, str]
-    """Which policy decided for each agent."""
+    """Which policy decided for each agent; `NAME@STEP` as it was."""
     returns: dict[str, float]
     length: int
 
@@ -93,7 +93,7 @@ class MatchNumbers:
                 self._note(f"agent/{agent}/return_mean", value)
                 of_side.setdefault(match.players[agent], []).append(value)
             for side, values in of_side.items():
-                if side != DEFAULT:
+                if side != DEFAULT and "@" not in side:  # not of what a policy was
                     self._note(side_key(side, "episode_return_mean"), sum(values) / len(values))
 
     def _note(self, key: str, value: float) -> None:
@@ -188,6 +188,10 @@ class SeatRollout(Rollout):
         """The number of the first seat among those of all workers."""
 
     # --- one step -----------------------------------------------------------------------------------------------------
+
+    def player_at(self, row: int) -> str | None:
+        """Who decides there in this game; None: another side of the same seats."""
+        return self.name
 
     @property
     def clock(self) -> Clock:
@@ -520,9 +524,14 @@ class TableSource(Source):
 
     exact = True
 
-    def __init__(self, env: VecEnv, seats: Mapping[str, SeatRollout], agents: Sequence[str] = ()):
-        """agents: their names, by their numbers"""
+    def __init__(
+        self, env: VecEnv, seats: Mapping[str, SeatRollout], agents: Sequence[str] = (), place: str | None = None
+    ):
+        """agents: their names, by their numbers. place: the side of the table at which all policies sit, each at some
+        of its seats; None: each has a side of its own."""
         self.env, self.seats = env, dict(seats)
+        self.places = {name: place or name for name in self.seats}
+        """Of each policy, its side of the table."""
         self.env_steps = self.agent_steps = self.games = 0
         self.matches: list[Match] = []
         """Games that ended in the last step."""
@@ -539,7 +548,7 @@ class TableSource(Source):
         self._seconds = {"env": 0.0, "forward": 0.0}
         self._tick = np.zeros(env.num_envs, np.int64)
         self.lengths = np.zeros(env.num_envs, np.int64)
-        self._returns = {name: np.zeros(s.num_seats) for name, s in self.seats.items()}
+        self._returns = {self.places[name]: np.zeros(s.num_seats) for name, s in self.seats.items()}
 
     def reset(self, seed: int | None = None) -> None:
         self._begin(self.env.reset(seed))
@@ -548,17 +557,16 @@ class TableSource(Source):
         """All games are at this observation, and nothing has happened in them yet."""
         self.obs, self._tick = obs, obs["tick"]
         for name, seat in self.seats.items():
-            turn = self._turn(name, obs, None)
+            turn = self._turn(seat, obs[self.places[name]], None)
             seat.clear()
             over = np.repeat(self.env.dead, seat.env.seats)  # type: ignore[attr-defined]
             seat.obs, seat.acts = turn.obs, turn.acts & ~over
 
-    def _turn(self, name: str, obs: Any, stale: np.ndarray | None) -> Turn:
+    def _turn(self, seat: SeatRollout, side: Any, stale: np.ndarray | None) -> Turn:
         """stale: whose observation stands in for one that did not come"""
-        side = obs[name]
         flags, reward = side["flags"].reshape(-1), side["reward"].reshape(-1)
         if stale is not None:
-            again = np.repeat(stale, self.seats[name].env.seats)  # type: ignore[attr-defined]
+            again = np.repeat(stale, seat.env.seats)  # type: ignore[attr-defined]
             flags, reward = np.where(again, 0, flags), np.where(again, np.float32(0.0), reward)
         ends = flags & TERMINATED != 0, flags & TRUNCATED != 0
         return Turn(by_seat(side["obs"]), flags & ACTS != 0, reward, *ends)
@@ -569,10 +577,13 @@ class TableSource(Source):
         was_dead = env.dead
         if self._watch is not None:
             self._watch.before_step(self)
-        stacked = {}
-        for name, seat in self.seats.items():
+        for seat in self.seats.values():
             seat.env_steps, seat.worker_index = self.env_steps, 0
-            stacked[name] = tree.map(lambda x: x.reshape(games, -1, *x.shape[1:]), seat.decide())
+        stacked = {
+            place: tree.map(lambda x: x.reshape(games, -1, *x.shape[1:]), actions)
+            for place, actions in self._decide().items()
+        }
+        for seat in self.seats.values():
             self.agent_steps += int(np.count_nonzero(seat.acts))
         start = time.perf_counter()
         try:
@@ -589,16 +600,24 @@ class TableSource(Source):
         over, self.matches = env.dead & played, []
         ends, stands_in = true_of(over), true_of(stale)
         sides: dict[str, SideStep] = {}
+        turns: dict[str, Turn] = {}
         for name, seat in self.seats.items():
-            turn = self._turn(name, obs, stale if stands_in else None)
-            self._returns[name] += turn.reward
+            place = self.places[name]
+            if place not in turns:
+                turns[place] = self._turn(seat, obs[place], stale if stands_in else None)
+                self._returns[place] += turns[place].reward
+            turn = turns[place]
             if self._watch is not None:
-                sides[name] = _side_step(seat, stacked[name], turn, over)
+                sides[name] = _side_step(seat, stacked[place], turn, over)
             seat.take(turn, np.repeat(over, seat.env.seats) if ends else None)  # type: ignore[attr-defined]
         if self._watch is not None:
             self._watch.after_step(self, GameStep(played, terminated, truncated, sides), None, infos)
         for b in ends:
-            self._end(b, obs)
+            self._end(b)
+
+    def _decide(self) -> dict[str, Any]:
+        """The actions of all seats, by their side of the table."""
+        return {self.places[name]: seat.decide() for name, seat in self.seats.items()}
 
     @property
     def returns(self) -> np.ndarray:
@@ -607,19 +626,24 @@ class TableSource(Source):
         return np.sum([x.reshape(games, -1).sum(1) for x in self._returns.values()], 0)
 
     def return_of(self, side: str, game: int, seat: int) -> float:
-        return float(self._returns[side].reshape(self.env.num_envs, -1)[game, seat])
+        return float(self._returns[self.places[side]].reshape(self.env.num_envs, -1)[game, seat])
 
-    def _end(self, b: int, obs: Any) -> None:
+    def seated(self, game: int) -> Iterator[tuple[str, str, str, int]]:
+        """Who sits where: an agent, its policy, who decides for it, and the number of its seat."""
+        for name, seat in self.seats.items():
+            first = game * (seat.num_seats // seat.games)
+            for i, agent in enumerate(self.obs[self.places[name]]["agent"][game].tolist()):
+                player = seat.player_at(first + i)
+                if agent != NOBODY and player is not None:
+                    yield self.name_of(agent), name, player, i
+
+    def _end(self, b: int) -> None:
         returns: dict[str, float] = {}
         players: dict[str, str] = {}
-        for name, seat in self.seats.items():
-            n = seat.env.seats  # type: ignore[attr-defined]
-            rows = slice(b * n, (b + 1) * n)
-            who, paid = obs[name]["agent"][b].tolist(), self._returns[name][rows].tolist()
-            for agent, total in zip(who, paid, strict=True):
-                if agent != NOBODY:
-                    returns[self.name_of(agent)], players[self.name_of(agent)] = total, name
-            self._returns[name][rows] = 0.0
+        for agent, name, player, i in self.seated(b):
+            returns[agent], players[agent] = self.return_of(name, b, i), player
+        for paid in self._returns.values():
+            paid.reshape(self.env.num_envs, -1)[b] = 0.0
         match = Match(b, players, returns, int(self.lengths[b]))
         self.lengths[b] = 0
         if self.episodes_left == 0:
@@ -700,7 +724,7 @@ class TableSource(Source):
         arrays = {
             "env": env["arrays"],
             "seats": {name: one["arrays"] for name, one in seats.items()},
-            "returns": {name: x.copy() for name, x in self._returns.items()},
+            "returns": {place: x.copy() for place, x in self._returns.items()},
             "lengths": self.lengths.copy(),
         }
         plain = {
@@ -729,7 +753,7 @@ class TableSource(Source):
         for name, seat in self.seats.items():
             seat.set_seat_state({"arrays": arrays["seats"][name], "json": plain["seats"][name]}, exact)
         if exact:
-            self._returns = {name: np.array(x) for name, x in arrays["returns"].items()}
+            self._returns = {place: np.array(x) for place, x in arrays["returns"].items()}
             self.lengths = np.array(arrays["lengths"])
         return exact
 
