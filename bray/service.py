@@ -19,7 +19,8 @@ from typing import Any
 from bray.act import GREEDY, SAMPLE
 from bray.config import ConfigSource, resolve
 from bray.errors import BrayError, ConfigError, UnknownName
-from bray.rundir import write_atomic
+from bray.league import IN_RUN, read_league
+from bray.rundir import RunDir, write_atomic
 from bray.serving.access import with_environment
 from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.metrics import Numbers
@@ -76,7 +77,7 @@ class PolicyService:
         self._file = None if shared is None else shared / _DESIRED
         locks = VersionLocks(None if shared is None else shared / _LOCKS)
         self.models = {
-            name: ServedModel(name, path, own.get(name, config), torch_engine, locks, with_outputs)
+            name: ServedModel(name, path, own.get(name, config), torch_engine, locks, with_outputs, ratings_of)
             for name, path in runs.items()
         }
         self._desired = self._read_desired()
@@ -240,6 +241,19 @@ def serve(
             return serve_workers(None, service, on_ready=on_ready, prepare=prepare)
         finally:
             close_shared(shared)
+
+
+def ratings_of(run: Path) -> dict[str, float]:
+    """How strong the players of a run that plays itself are, by the labels of their versions."""
+    if not (run / IN_RUN).exists():
+        return {}
+    found, directory = read_league(run / IN_RUN), RunDir.open(run)
+    there = set(directory.versions(name := directory.model_name()))
+    return {
+        "latest" if ref.step is None else str(ref.step): found.rating(ref).elo
+        for ref in found.refs
+        if ref.side == name and (ref.step is None or ref.step in there)
+    }
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:

@@ -38,6 +38,9 @@ logger = logging.getLogger("bray.serving")
 TorchEngine = Callable[[Path, int], tuple[Any, Any]]
 """(run directory, step) -> (engine, the algorithm's Policy): what `experiment.torch_engine` does, for those who have
 torch."""
+ReadRatings = Callable[[Path], Mapping[str, float]]
+"""run directory -> how strong its versions are, by their labels, where it knows."""
+_MOST_RATED = 64  # versions in memory because somebody wished for their rating
 _REMEMBERED = 64  # versions that were served before: a training may be followed for months
 
 
@@ -105,6 +108,7 @@ class ServedModel:
         torch_engine: TorchEngine | None = None,
         locks: VersionLocks | None = None,
         with_outputs: bool = False,
+        read_ratings: ReadRatings | None = None,
     ):
         """with_outputs: as ActingEngine says."""
         self.name, self.config, self.torch_engine, self.with_outputs = name, config, torch_engine, with_outputs
@@ -127,6 +131,9 @@ class ServedModel:
         self._feeds = {label: FileFeed(self.run, self.weights_name, label) for label in ("latest", "best")}
         self._before: list[int] = []  # steps that were served before this one, in order, for rolling back
         self._locks = locks or VersionLocks()
+        self._read_ratings, self._ratings = read_ratings, dict[str, float]()
+        self._rated: dict[int, None] = {}  # versions that were wished for by rating, the newest wish last
+        self._rating = asyncio.Lock()
         self._graph: Any = None
         self._dropped = {"batches": 0, "samples": 0}  # counts of versions that are gone
         self._rng = np.random.default_rng()
@@ -245,6 +252,24 @@ class ServedModel:
                 self.shares[i] = self._use(share.label, share.share, version)
                 logger.info("%s: now serving %s = step %d", self.name, share.label, step)
 
+    async def nearest(self, rating: float) -> tuple[int, float]:
+        """The version whose rating is nearest to this one, and that; it is loaded. Ratings are those of when somebody
+        first asked: reading them may take seconds."""
+        async with self._rating:
+            if not self._ratings and self._read_ratings is not None:
+                read = asyncio.get_running_loop().run_in_executor(None, self._read_ratings, self.run.path)
+                self._ratings = dict(await read)
+            if not self._ratings:
+                raise ConfigError(f"{self.name} has no players with a rating: a run that plays itself has them")
+            label = min(self._ratings, key=lambda one: abs(self._ratings[one] - rating))
+            step = self._step_of(label)
+            await self._loaded(step)
+        self._rated.pop(step, None)
+        self._rated[step] = None
+        for old in list(self._rated)[:-_MOST_RATED]:
+            del self._rated[old]
+        return step, self._ratings[label]
+
     async def _loaded(self, step: int) -> Version:
         if step not in self.versions:
             self.versions[step] = await asyncio.get_running_loop().run_in_executor(None, self._load, step)
@@ -269,7 +294,7 @@ class ServedModel:
     def unused(self) -> list[int]:
         """Versions in memory that no session is given any more; the one that was served before stays, for rolling
         back."""
-        wanted = {share.version.step for share in self.shares} | set(self._before[-1:])
+        wanted = {share.version.step for share in self.shares} | set(self._before[-1:]) | self._rated.keys()
         return [step for step in self.versions if step not in wanted]
 
     async def drop(self, step: int) -> None:

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from bray import tree
-from bray.errors import DataError, UnknownName, did_you_mean
+from bray.errors import BrayError, DataError, UnknownName, did_you_mean
 from bray.inference.batcher import own_error
 from bray.serving.actor import FAILURES
 from bray.serving.agent import After, Agent, AgentActor, State
@@ -61,6 +61,7 @@ class Opening(msgspec.Struct):
 
     model: str | None = None
     version: int | None = None
+    rating: float | None = None
 
 
 _KEYS = TickMessage.__struct_fields__
@@ -367,8 +368,9 @@ class _Answer(After[None]):
 class PolicyActor(AgentActor):
     """A game session played by policies, and by other agents beside them.
 
-    At its start a game may choose the model and the version that answer it: `{"model": NAME, "version": STEP}`. Ticks
-    that are late are answered all the same, and sessions are recorded, where that is wanted.
+    At its start a game may choose the model and the version that answer it: `{"model": NAME, "version": STEP}`, or how
+    strong its player is to be: `{"rating": 1200}`. Ticks that are late are answered all the same, and sessions are
+    recorded, where that is wanted.
     """
 
     def __init__(
@@ -395,8 +397,10 @@ class PolicyActor(AgentActor):
         if fallback is not None and any(issubclass(cls, BasePolicyAgent) for cls in agents.values()):
             self.fallback = self._fallback  # only where it is wanted: having the method replaces the error
 
-    def start(self, session: str, data: bytes) -> bytes | None:  # type: ignore[override]
+    def start(self, session: str, data: bytes) -> bytes | Awaitable[bytes | None] | None:  # type: ignore[override]
         opening = self._opening(data)
+        if opening.version is not None and opening.rating is not None:
+            raise malformed("expected a version or a rating, got both: each says who plays")
         if self._find_model is not None:
             try:
                 model = self._find_model(opening.model)
@@ -409,11 +413,27 @@ class PolicyActor(AgentActor):
             named = isinstance(agent.asked, ServedSession) and opening.model in (None, agent.model.name)
             if named and opening.version is not None:
                 agent.asked.choose(opening.version)
+            elif named and opening.rating is not None:
+                return self._start_rated(session, data, players, agent.asked, opening.rating)
+        return self._started(session, data, players, {})
+
+    async def _start_rated(
+        self, session: str, data: bytes, players: list[BasePolicyAgent], asked: ServedSession, rating: float
+    ) -> bytes | None:
+        try:
+            asked.chosen, found = await asked.model.nearest(rating)
+        except BrayError as e:
+            raise malformed(str(e)) from None
+        return self._started(session, data, players, {"rating": found})
+
+    def _started(
+        self, session: str, data: bytes, players: list[BasePolicyAgent], more: Mapping[str, Any]
+    ) -> bytes | None:
         self._alone = players[0] if len(self._agents) == 1 and players and players[0].alone else None
         asked = players[0].asked if players else None
         if not isinstance(asked, ServedSession):
             return None
-        about = {"model": asked.model.name, "version": asked.step}
+        about = {"model": asked.model.name, "version": asked.step, **more}
         reply = None if self._find_model is None else _write(about)
         if self._record is not None and session:  # else a stateless request
             about = {"run": str(asked.model.run.path.resolve()), **about}
@@ -428,7 +448,7 @@ class PolicyActor(AgentActor):
             if self._find_model is None:
                 return Opening()  # it is for the agents
             raise malformed(
-                f"expected an empty body or a JSON object with model and version, got {_short(data)} ({e})"
+                f"expected an empty body or a JSON object with model and version or rating, got {_short(data)} ({e})"
             ) from None
 
     def tick(self, data: bytes) -> bytes | Awaitable[bytes]:

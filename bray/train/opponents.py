@@ -64,7 +64,8 @@ class SpielBotSeats(SeatRollout):
 
     def __init__(self, *args: Any, bot: str, **more: Any):
         super().__init__(*args, **more)
-        self._bot, self._bots = bot, [None] * self.num_seats
+        self._bot = bot
+        self._bots: list[Any] = [None] * self.num_seats
 
     def decide(self) -> Any:
         actions = tree.map(np.array, super().decide())

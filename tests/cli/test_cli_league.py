@@ -7,6 +7,7 @@ import pytest
 
 import bray
 from bray.cli.main import main
+from bray.client import ClientError
 from bray.config import to_plain
 from bray.envs.agent_games import Nim
 from bray.inference.torch_engine import load_weights
@@ -112,3 +113,41 @@ def test_a_snapshot_answers_as_its_weights_do(run):
             with exp.serve(**asked, versions={str(step): 1.0}) as server, bray.Client(port=server.port) as client:
                 client.start()
                 assert [client.tick(to_plain(obs))["action"] for obs in seen] == expected
+
+
+def test_a_session_asks_for_a_rating(run):
+    """It is answered by the weights of the player nearest to it, as long as it lasts, and others are not."""
+    found = read_league(run / IN_RUN)
+    with bray.Experiment.load(run) as exp:
+        seen = [exp.served.spec.observation.sample(np.random.default_rng(i)) for i in range(6)]
+        usual = [int(exp.policy(obs)) for obs in seen]
+        asked = {"port": 0, "admin_port": 0, "block": False, "engine": "torch", "follow_every_s": 0.01}
+        with exp.serve(**asked) as server, bray.Client(port=server.port) as other:
+            other.start()
+            for ref in [found.past()[0], found.past()[-2]]:
+                rating = found.rating(ref).elo
+                load_weights(exp.served.model, bray.rundir.RunDir.open(run).load_weights(ref.step))
+                expected = [int(exp.policy(obs)) for obs in seen]
+                with bray.Client(port=server.port) as client:
+                    reply = client.start(data={"rating": rating + 1e-6})
+                    assert reply == {"model": "run", "version": ref.step, "rating": rating}
+                    for _ in range(10):  # longer than a version stays that nobody is given any more
+                        assert [client.tick(to_plain(obs))["action"] for obs in seen] == expected
+            assert [other.tick(to_plain(obs))["action"] for obs in seen] == usual
+            strongest = max(found.rating(ref).elo for ref in found.refs)
+            with bray.Client(port=server.port) as client:
+                assert client.start(data={"rating": 9999})["rating"] == strongest
+            for wrong, why in (({"rating": "x"}, "rating"), ({"rating": 1200, "version": 0}, "a version or a rating")):
+                with bray.Client(port=server.port) as client, pytest.raises(ClientError, match=why) as refused:
+                    client.start(data=wrong)
+                assert refused.value.status == 400
+
+
+def test_a_rating_of_a_run_that_does_not_play_itself_is_refused(tmp_path):
+    with bray.Experiment("PPO", "CartPole-v1", path=tmp_path / "run", **SMALL) as exp:
+        exp.save()
+        asked = {"port": 0, "admin_port": 0, "block": False, "engine": "torch"}
+        with exp.serve(**asked) as server, bray.Client(port=server.port) as client:
+            with pytest.raises(ClientError, match="no players with a rating"):
+                client.start(data={"rating": 1200})
+            assert json.loads(client.start()) == {"model": "run", "version": 0}
