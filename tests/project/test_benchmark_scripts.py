@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import launched, rl_functions, same_weights, trace_files
+from benchmarks import connect_four, launched, rl_functions, same_weights, trace_files
 from benchmarks.learning.foes import Foes
 from benchmarks.peers import async_cases
 from benchmarks.same_weights import Trained, difference
@@ -18,6 +18,8 @@ from benchmarks.scale import peers
 from bray import Experiment, tree
 from bray.cli.main import main
 from bray.data.rows import Decoder
+from bray.envs.outside_games import outside_game
+from bray.league import IN_RUN, League, Outcome, ResultLog, make_players
 
 
 def test_the_lines_of_ppo_are_counted(capsys):
@@ -206,3 +208,37 @@ def test_bray_has_the_settings_that_the_peers_have(case):
     exp.close()
     assert run.num_workers * env.num_envs * algo.rollout_length == async_cases.WORKERS * case.batch
     assert (algo.lr, algo.gamma, algo.max_grad_norm) == (case.lr, async_cases.GAMMA, async_cases.MAX_GRAD_NORM)
+
+
+def test_the_player_of_one_ply_wins_and_blocks():
+    spiel = pytest.importorskip("pyspiel")
+    game = outside_game("openspiel:connect_four")()
+
+    def column(*moves):
+        state = spiel.load_game("connect_four").new_initial_state()
+        for move in moves:
+            state.apply_action(move)
+        return connect_four.one_ply(game.seen(state, state.current_player()), np.random.default_rng(0))
+
+    assert column(0, 1, 0, 1, 0, 1) == 0, "wins upwards, and does not block"
+    assert column(0, 1, 0, 1, 0) == 0, "blocks"
+    assert column(2, 2, 3, 3, 5, 5) == 4, "wins in a gap"
+    assert column(0, 1, 1, 2, 2, 3, 2, 3, 3, 6) == 3, "wins on a diagonal"
+    assert column(6, 5, 5, 4, 4, 3, 4, 3, 3, 0) == 3, "on the other one"
+    assert column(3, 3, 3, 3, 3, 3) != 3, "a full column"
+
+
+def test_ratings_that_fall_are_seen(tmp_path):
+    for name, outcomes in (("rises", [1] * 60), ("falls", [-1] * 60)):
+        log = ResultLog(tmp_path / name / IN_RUN)
+        league = League(make_players({"default": "self_play"}), ["a", "b"], log)
+        for step in (0, 1):
+            league.trained("default", 10**6 * step, step)
+            for by in outcomes:
+                job = league.job(np.random.default_rng(step))
+                while len(set(job.seats.values())) == 1:
+                    job = league.job(np.random.default_rng(len(league.refs) + job.id))
+                sign = {agent: by if ref.step is None else -by for agent, ref in job.seats.items()}
+                league.finish(Outcome(job.id, sign))
+        league.trained("default", 10**7, 2)
+        assert connect_four.rises(tmp_path / name) == (name == "rises")
