@@ -234,6 +234,9 @@ CASES = {
     "dqfd-cartpole": Case("DQfD", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
     "sqil-cartpole": Case("SQIL-Discrete", "CartPole-v1", 450, 30_000, 2, 3, SQIL, data="cartpole-expert"),
     "sqil-pendulum": Case("SQIL", "Pendulum-v1", -300, 20_000, 2, 3, {"share": 0.5}, data="pendulum-expert"),
+    "gail-cartpole": Case(
+        "GAIL", "CartPole-v1", 400, 50_000, 5, 3, {"share": 0.5}, "end above", data="cartpole-expert"
+    ),
     "bc-cartpole-replay": Case("BC", "CartPole-v1", 300, 5_000, 10, 3, data="cartpole-replay", must="stay below"),
     "iql-cartpole-replay": Case("IQL", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay", must="end above"),
     "cql-cartpole-replay": Case("CQL-Discrete", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay"),

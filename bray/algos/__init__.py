@@ -58,6 +58,7 @@ ALGORITHMS: dict[str, Any] = {
     "DQfD": "bray.algos.dqfd",
     "SQIL": "bray.algos.sqil",
     "SQIL-Discrete": "bray.algos.sqil_discrete",
+    "GAIL": "bray.algos.gail",
 }
 _ELSEWHERE = {
     **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),

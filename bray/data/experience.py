@@ -81,6 +81,8 @@ class Experience:
     old."""
     lanes: bool = False
     """Whether a row is one step of all environments: pieces of such workers then come side by side."""
+    mixes: bool = False
+    """Whether files can be learnt from beside what is played (`mix_with`)."""
 
     def check_live(self) -> None:
         """Raise ConfigError if games that come and go cannot fill it."""
@@ -90,6 +92,10 @@ class Experience:
 
     def add(self, piece: Piece) -> None:
         """Add a piece. What is kept of it is copied, so that the caller may overwrite it."""
+        raise NotImplementedError
+
+    def mix_with(self, pieces: Pieces, share: float, memory: int, seed: int) -> None:
+        """From now on this share of every batch is transitions of `pieces`, each as often as the others."""
         raise NotImplementedError
 
     def room(self) -> bool:
@@ -171,7 +177,7 @@ class Replay(Experience):
     piece_length: int | None = 1
     iteration_steps = ITERATION_STEPS
     ends_with_batch = False
-    asynchronous = lanes = True
+    asynchronous = lanes = mixes = True
 
     def __init__(
         self,
@@ -238,8 +244,8 @@ class Replay(Experience):
         self.rng = np.random.default_rng([seed, 2])
 
     def mix_with(self, pieces: Pieces, share: float, memory: int, seed: int) -> None:
-        """From now on this share of every batch is transitions of `pieces`, each as often as the others; batches have a
-        column `demo` that says which (1 or 0). The numbers of rows are rounded so that the share holds over batches."""
+        """Batches have a column `demo` that says which rows are of the files (1 or 0). The numbers of rows are rounded
+        so that the share holds over batches."""
         if type(self) is not Replay:
             raise ConfigError(
                 "rows of files are mixed into batches of single transitions, and this algorithm draws "
@@ -247,8 +253,7 @@ class Replay(Experience):
             )
         self._share = share
         self._files = Dataset(self.batch_size, sys.maxsize, self._options["gamma"], self._options["n_step"])
-        self._files.rng = np.random.default_rng([seed, 4])
-        self._files.read_from(pieces, memory)
+        self._files.read_from(pieces, memory, seed)
 
     def check_rows(self, num_envs: int, ready: int) -> None:
         """Refuse a size that could never hold a batch: `ready` of `num_envs` rows come at a time, and every other may
@@ -545,9 +550,12 @@ class Dataset(Experience):
     def seed(self, seed: int) -> None:
         self.rng = np.random.default_rng([seed, 2])
 
-    def read_from(self, pieces: Pieces, memory: int) -> None:
-        """Read pieces as they are needed, instead of being given them."""
+    def read_from(self, pieces: Pieces, memory: int, beside: int | None = None) -> None:
+        """Read pieces as they are needed, instead of being given them. `beside`: the seed of an experience that draws
+        them beside what is played."""
         self._pieces, self._memory = pieces, memory
+        if beside is not None:
+            self.rng = np.random.default_rng([beside, 4])
 
     def add(self, piece: Piece) -> None:
         if self._complete:

@@ -64,6 +64,9 @@ class Piece:
     """`obs`, and the same as a tensor on the GPU, where the Model that acted has been given them there: a Learner need
     not copy them again."""
 
+    demos: dict[str, NestedArray] | None = None
+    """Transitions of files that are learnt from beside it, as those of a Dataset."""
+
     @property
     def seen(self) -> NestedArray:
         """`obs`, on the GPU where they are there already: not where others have taken their place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.data.experience import ITERATION_STEPS, Batch, Experience
+from bray.data.experience import ITERATION_STEPS, Batch, Dataset, Experience, Pieces
 from bray.data.piece import COLUMNS, Piece, arrays_of, facts_of, on_host, wider, write_columns
+from bray.errors import ConfigError
 from bray.tree import NestedArray
 
 
@@ -29,6 +31,8 @@ class Rollouts(Experience):
     With `games`, so many columns make a batch, side by side in the order in which they came: it is the same for one
     process with all environments and for workers that share them. A batch of lent pieces holds until the next one is
     taken.
+
+    `demos`: for algorithms that learn from files beside what they play: pieces have `demos`, once there are files.
     """
 
     iteration_steps = ITERATION_STEPS
@@ -40,7 +44,11 @@ class Rollouts(Experience):
         state_every: int = 1,
         asynchronous: bool = False,
         games: int | None = None,
+        demos: bool = False,
     ):
+        self.mixes = demos
+        self._files: Dataset | None = None
+        self._share = 0.0
         self.piece_length, self.columns, self.state_every = length, columns, state_every
         self.asynchronous, self.games = asynchronous, games
         self.sized_by = ""
@@ -51,6 +59,12 @@ class Rollouts(Experience):
         self._made: list[Piece] = []
         self._canvas: _Canvas | None = None
         self._last: Piece | None = None
+
+    def mix_with(self, pieces: Pieces, share: float, memory: int, seed: int) -> None:
+        if not 0.0 < share < 1.0:
+            raise ConfigError(f"data.share: rollouts and files beside them are a share between 0 and 1, got {share}")
+        self._share, self._files = share, Dataset(1, sys.maxsize)
+        self._files.read_from(pieces, memory, seed)
 
     def add(self, piece: Piece) -> None:
         if piece.stream is None and piece.length == self.piece_length:
@@ -97,7 +111,11 @@ class Rollouts(Experience):
         if not self._ready:
             return None
         piece = self._last = self._ready.popleft()
-        return Batch(piece, int(piece.valid.sum()))
+        rows = int(piece.valid.sum())
+        if self._files is not None:
+            demos = self._files.draw(max(1, round(rows * self._share / (1.0 - self._share))))
+            piece = replace(piece, demos=demos)
+        return Batch(piece, rows)
 
     def forget(self) -> None:
         self._ready.clear()
@@ -127,16 +145,23 @@ class Rollouts(Experience):
 
     def get_state(self, directory: Path | None) -> dict[str, Any]:
         waiting = self._waiting()
+        arrays: dict[str, Any] = {}
+        json: dict[str, Any] = {}
+        if self._files is not None:
+            files = self._files.get_state(None)
+            arrays["files"], json["files"] = files["arrays"], files["json"]
         if not any(waiting.values()):
-            return {"arrays": {}, "json": {}}
+            return {"arrays": arrays, "json": json}
         canvas = None if not waiting["canvas"] or self._canvas is None else self._canvas.at
         wide = 0 if self._beside is None else self._beside.num_envs
-        json = {"wide": wide, "at": canvas, "pieces": {k: [facts_of(p) for p in v] for k, v in waiting.items()}}
-        arrays = {k: {str(i): arrays_of(piece) for i, piece in enumerate(v)} for k, v in waiting.items()}
+        json |= {"wide": wide, "at": canvas, "pieces": {k: [facts_of(p) for p in v] for k, v in waiting.items()}}
+        arrays |= {k: {str(i): arrays_of(piece) for i, piece in enumerate(v)} for k, v in waiting.items()}
         return {"arrays": arrays, "json": json}
 
     def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
         self.forget()
+        if self._files is not None and "files" in state["json"]:
+            self._files.set_state({"arrays": state["arrays"]["files"], "json": state["json"]["files"]}, None)
         about = state["json"].get("pieces")
         if not about:
             return True

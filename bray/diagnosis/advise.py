@@ -92,6 +92,7 @@ SUITED = {
     "DQfD": "for demonstrations: DQN that prefers what they show",
     "SQIL": "for demonstrations: SAC rewarded for being where they were",
     "SQIL-Discrete": "for demonstrations: soft Q-learning rewarded for being where they were",
+    "GAIL": "for demonstrations: PPO rewarded for what looks like them",
     "CQL-Discrete": "for files: DQN that distrusts actions they do not show",
 }
 """What each of our algorithms is for, where nothing was measured."""

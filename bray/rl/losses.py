@@ -87,6 +87,20 @@ def trust_region(gradient: Tensor, kl_gradient: Tensor, delta: float) -> Tensor:
     return gradient - (excess / kl_gradient.square().sum(-1, keepdim=True)).clamp(min=0.0) * kl_gradient
 
 
+# Imitation
+
+
+def cross_entropy(logit: Tensor, label: float) -> Tensor:
+    """-label log D - (1 - label) log(1 - D) of a discriminator D = sigmoid(logit)."""
+    return F.softplus(logit) - label * logit
+
+
+def imitation_reward(logit: Tensor, signed: bool = False) -> Tensor:
+    """-log(1 - D), D = sigmoid(logit) the chance that a step is demonstrated (Ho & Ermon 2016); `signed`: log D -
+    log(1 - D), which is below 0 for what is more likely played (Fu et al. 2018)."""
+    return logit if signed else F.softplus(logit)
+
+
 # Values
 
 

@@ -86,7 +86,7 @@ class FileTraining(Driver):
 
 
 class MixedTraining(LocalTraining):
-    """An algorithm that plays and replays, with a share of every batch from files."""
+    """An algorithm that plays, with a share of every batch from files."""
 
     def __init__(
         self,
@@ -100,16 +100,16 @@ class MixedTraining(LocalTraining):
     ):
         super().__init__(algo, run, env, model, config, home)
         try:
-            replay, rewards = self.experience, RewardTransform(env, 1, 1.0)
-            if not isinstance(replay, Replay) or rewards.normalize:
+            rewards = RewardTransform(env, 1, 1.0)
+            if not self.experience.mixes or rewards.normalize:
                 raise ConfigError(
                     f"--data-share {data.share}: rows of files go into batches that are replayed, with rewards as they "
-                    f"are: use DQN, SAC or the like (not {run.algorithm}), without env.normalize_rewards"
+                    f"are: use DQN, SAC, GAIL or the like (not {run.algorithm}), without env.normalize_rewards"
                 )
             files = open_files(data, env)
             source = FileSource(files, self.spec.layout, reads_itself=True, rewards=rewards.clipped)
             assert data.share is not None
-            replay.mix_with(source, data.share, data.memory_mb * 1_000_000, run.seed)
+            self.experience.mix_with(source, data.share, data.memory_mb * 1_000_000, run.seed)
         except BaseException:
             self.close()
             raise
@@ -141,6 +141,10 @@ def data_spec(data: DataConfig, env: EnvConfig) -> EnvSpec:
 
 def as_dataset(experience: Experience, algorithm: str, config: Any, epochs: int) -> Experience:
     """What an algorithm learns from, as a Dataset. One of the algorithm's own kind stays as it is."""
+    if isinstance(experience, Rollouts) and experience.mixes:
+        raise ConfigError(
+            f"{algorithm} learns from what it plays, with files beside it: --data-share 0.5 beside --env ENV"
+        )
     if isinstance(experience, (Rollouts, Sequences, Episodes, Generation)):
         raise ConfigError(
             f"{algorithm} learns from what its newest policy did, not from files of another one: use BC, MARWIL, IQL, "

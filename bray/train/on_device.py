@@ -45,6 +45,8 @@ def why_not_on_device(rollout: Rollout, side: Any) -> str:
         return "its network has a memory"
     if getattr(learner, "novelty", None):
         return "rnd takes arrays"
+    if side.experience.mixes:
+        return "files beside it are arrays"
     usual = type(policy).decide is Policy.decide and type(policy).act is Policy.act and not policy.draws
     if not usual or type(policy.rule) is not Distribution:
         return "its policy decides in a way of its own"

@@ -91,9 +91,9 @@ def a_row_of(name, path):
     elif "TwoStep" in env:
         config["teams"] = {"team": ["a", "b"]}
     data = None
-    if learns_from(algo, PROBE) == "dataset" or name in ("DQfD", "SQIL", "SQIL-Discrete"):
+    if learns_from(algo, PROBE) == "dataset" or name in ("DQfD", "SQIL", "SQIL-Discrete", "GAIL"):
         write_episodes((data := path.parent / "data") / "episodes", [an_episode(env)])
-    if name.startswith("SQIL"):
+    if name in ("SQIL", "SQIL-Discrete", "GAIL"):
         config["share"] = 0.5
     exp = Experiment(name, env, data=data, use_preset=False, path=path, config=config)
     read_first = data is not None and "share" not in config

@@ -247,7 +247,7 @@ def test_a_mixture_goes_on_exactly(files, tmp_path):
     ("more", "message"),
     [
         ({"env": None}, "name what is played"),
-        ({"run": "PPO"}, r"use DQN, SAC or the like \(not PPO\)"),
+        ({"run": "PPO"}, r"use DQN, SAC, GAIL or the like \(not PPO\)"),
         ({"normalize_rewards": True}, "without env.normalize_rewards"),
         ({"run": "R2D2", "use_lstm": True}, "this algorithm draws Sequences"),
     ],
