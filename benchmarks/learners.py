@@ -1,9 +1,12 @@
-"""python -m benchmarks.learners [--learners 1 2] [--threads 1 2] [--seconds 20] [--repeat 3]: what several learners
+"""python -m benchmarks.learners [--cases 1x1 1x2 2x1] [--seconds 20] [--repeat 3] [--env ID]: what several learners
 gain.
 
-PPO with a wide network of convolutions on Pong, 8 environments and a batch of 512 rows for each learner: one learner
-with each number of threads, and several with one thread each, by turns, each a process (and its children) of its own.
-Environment steps per second of wall time, all learners together: medians, and the ratio to the best of one learner.
+A case is learners x threads of each: PPO with a wide network of convolutions on Pong, 8 environments and a batch of 512
+rows for each learner; by turns, each a process (and its children) of its own. Environment steps per second of wall
+time, all learners together: medians, and the ratio to the best of one learner. CPU milliseconds per step, of all
+processes, say what is spent where other programs take cores.
+
+`--env benchmarks.serving.capacity:Pictures` needs no ALE.
 """
 
 from __future__ import annotations
@@ -30,50 +33,60 @@ SETTINGS: dict[str, Any] = {
     "export_graph_after_s": None,
 }
 _RUN = """
-import json, sys, time
+import json, os, sys, time
 import bray
+
+def on_cores(processes):
+    seconds = 0.0
+    for process in processes:
+        with open(f"/proc/{process}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
 if __name__ == "__main__":
-    settings, seconds, path = json.loads(sys.argv[1])
-    with bray.Experiment("PPO", "ALE/Pong-v5", use_preset=False, seed=1, config=settings, path=path) as exp:
+    settings, env, seconds, path = json.loads(sys.argv[1])
+    with bray.Experiment("PPO", env, use_preset=False, seed=1, config=settings, path=path) as exp:
         rows = exp.train()
         next(rows), next(rows)  # recorded by now
-        start, steps = time.perf_counter(), exp.last_row["env_steps_total"]
+        processes = [os.getpid(), *getattr(exp.training, "process_ids", [])]
+        start, cpu, steps = time.perf_counter(), on_cores(processes), exp.last_row["env_steps_total"]
+        row = next(rows)
         while time.perf_counter() - start < seconds:
             row = next(rows)
-        print((row["env_steps_total"] - steps) / (time.perf_counter() - start))
+        steps = row["env_steps_total"] - steps
+        print(steps / (time.perf_counter() - start), 1000 * (on_cores(processes) - cpu) / steps)
 """
 
 
-def measure(learners: int, threads: int, seconds: float) -> float:
-    """Steps per second of one training."""
+def measure(learners: int, threads: int, seconds: float, env: str) -> tuple[float, float]:
+    """Steps per second of one training, and CPU milliseconds per step."""
     with tempfile.TemporaryDirectory(prefix="bray-learners-") as folder:
-        told = json.dumps([{**SETTINGS, "num_learners": learners, "threads": threads}, seconds, f"{folder}/run"])
+        told = json.dumps([{**SETTINGS, "num_learners": learners, "threads": threads}, env, seconds, f"{folder}/run"])
         done = subprocess.run([sys.executable, "-c", _RUN, told], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{learners} learners, {threads} threads: {done.stderr.strip()[-400:]}")
-    return float(done.stdout.split()[-1])
+    speed, cpu = map(float, done.stdout.split()[-2:])
+    return speed, cpu
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--learners", type=int, nargs="+", default=[2])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--cases", nargs="+", default=["1x1", "1x2", "2x1"], metavar="LEARNERSxTHREADS")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--env", default="ALE/Pong-v5")
     given = parser.parse_args()
-    cases = [(1, threads) for threads in given.threads] + [(learners, 1) for learners in given.learners]
-    found: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    found: dict[str, list[tuple[float, float]]] = {case: [] for case in given.cases}
     for _ in range(given.repeat):
-        for case in cases:
-            found[case].append(measure(*case, given.seconds))
-    medians = {case: statistics.median(speeds) for case, speeds in found.items()}
-    best = max(speed for (learners, _), speed in medians.items() if learners == 1)
-    for (learners, threads), speed in medians.items():
-        each = " ".join(f"{s:.0f}" for s in found[learners, threads])
-        print(
-            json.dumps({"learners": learners, "threads": threads, "steps_per_s": round(speed), "ratio": speed / best})
-        )
-        print(f"  {each}", file=sys.stderr)
+        for case in given.cases:
+            found[case].append(measure(*map(int, case.split("x")), given.seconds, given.env))
+    medians = {case: [statistics.median(x) for x in zip(*each, strict=True)] for case, each in found.items()}
+    best = max((speed for case, (speed, _) in medians.items() if case.startswith("1x")), default=float("nan"))
+    for case, (speed, cpu) in medians.items():
+        each = " ".join(f"{s:.0f}" for s, _ in found[case])
+        print(json.dumps({"case": case, "steps_per_s": round(speed, 1), "to_best": speed / best, "cpu_ms": cpu}))
+        print(f"  {each}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from bray.errors import ConfigError, EnvError
 from bray.train.config import RunConfig
 from bray.train.driver import WAIT_S, Totals
 from bray.train.local import LocalTraining
+from bray.train.machine import cores
 from bray.train.ranks import Ranks, is_rank_lost
 from bray.train.side import Means
 
@@ -128,6 +129,12 @@ class LearnersTraining(RankTraining):
             raise ConfigError(
                 "run.num_learners: another training with several learners is at work in this process; close it first"
             )
+        if run.device == "cpu" and run.num_learners > (there := cores()):
+            logger.warning(
+                "run.num_learners=%d and %d cores: learners that share a core are slower than fewer with larger "
+                "batches; set num_learners=%d or less",
+                run.num_learners, there, there,
+            )  # fmt: skip
         self._told, self._needs_main = portable((algo, run, sent(env), model, config))
         self._device = run.device
         self._children: list[Child] = []
@@ -215,6 +222,7 @@ class LearnersTraining(RankTraining):
 
     def _begin_again(self) -> None:
         self._start_others(self.run_config.num_learners)
+        self.ranks.meet()
         self._wait_for_others()
         self._news = True
 

@@ -1,8 +1,8 @@
 """The ranks that train one model together: each has batches of its own, and all have the same parameters after every
 step.
 
-Gradients are averaged by one all-reduce of one flat array. Small numbers (who has a batch, who has ended) go over gloo,
-also where the gradients are on GPUs.
+Gradients are averaged as one flat array: in memory that the ranks of a machine share, else by one all-reduce. Small
+numbers (who has a batch, who has ended) go over gloo, also where the gradients are on GPUs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bray.capture.over_ranks import mean_over_ranks, talk_by
 from bray.errors import ConfigError, Unreachable
 from bray.nn.normalize import RunningNorm
 from bray.optim import Optimizer
+from bray.train.shared_mean import SMALLEST, SharedMean
 
 
 class RankLost(Unreachable):
@@ -44,9 +45,14 @@ class Ranks:
         there = not alone and dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if there else 0
         self.size: int = dist.get_world_size() if there else 1
+        self.meet()
+
+    def meet(self) -> None:
+        """Find each other: again where the others were started anew."""
         self._control: Any = None
         if self.size > 1 and dist.get_backend() != "gloo":
             self._control = dist.new_group(backend="gloo")
+        self._shared = SharedMean(self)
 
     @property
     def first(self) -> bool:
@@ -95,12 +101,17 @@ class Ranks:
         self._run(lambda: dist.all_reduce(x, op, group=self._control))
         return x.tolist()
 
-    def mean(self, flat: Tensor) -> Tensor:
-        """The mean over all ranks of an array, which is overwritten."""
-        if self.size > 1:
-            self._run(lambda: dist.all_reduce(flat, group=None if flat.is_cuda else self._control))
-            flat /= self.size
-        return flat
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over all ranks of an array, a new one."""
+        if self.size == 1:
+            return x.clone()
+        if x.numel() >= SMALLEST and x.dtype == torch.float32 and x.device.type == "cpu" and x.dim() == 1:
+            mean = self._shared.mean(x)
+            if mean is not None:
+                return mean
+        mean = x.clone()
+        self._run(lambda: dist.all_reduce(mean, group=None if x.is_cuda else self._control))
+        return mean.div_(self.size)
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors with those of the first rank."""

@@ -20,6 +20,7 @@ from bray.data.piece import side_by_side
 from bray.envs.fork_server import ForkedProcess
 from bray.errors import ConfigError, Unreachable
 from bray.remote.trainer.worker import is_worth_another_try
+from bray.train import shared_mean
 from bray.train.driver import Hook
 from bray.train.ranks import DistributedLearner, RankLost, Ranks, average_gradients, is_rank_lost
 from tests.trainer_for_tests import (
@@ -112,6 +113,23 @@ def numbers(ranks, path):
         ranks.gather(mine),
         ranks.broadcast(b""),
     )
+
+
+def large_means(ranks, path):
+    """Of arrays for which the ranks share memory; then of one for which there is none."""
+    count = 3 * shared_mean.SMALLEST + 5
+    mine = [np.random.default_rng(2 * i + ranks.rank).standard_normal(count + i).astype(np.float32) for i in range(3)]
+    given = [torch.from_numpy(x) for x in mine]
+    shared_mean.FOLDER = path
+    means = [ranks.mean(x).numpy() for x in given]
+    is_shared = shared_mean.SharedMean(ranks).mean(given[0]) is not None
+    if ranks.first:
+        shared_mean.FOLDER = f"{path}/no-such-folder"
+    without = shared_mean.SharedMean(ranks)
+    found = [without.mean(given[0]), without.mean(given[2])]
+    kept = all(np.array_equal(x, y.numpy()) for x, y in zip(mine, given, strict=True))
+    left = list(Path(path).glob("bray-ranks-*"))
+    return mine, means, (is_shared, found, kept, left)
 
 
 def uneven_speed(ranks, path):
@@ -306,9 +324,8 @@ def lost(ranks, path):
 
 
 SCENARIOS = [
-    equal_steps, one_head_each, mean_gradients, numbers, uneven_speed, stopped_by_one, resumed, ppo, first_steps, sac,
-    counted,
-    own_learner, statistics, batch_statistics, lost,
+    equal_steps, one_head_each, mean_gradients, numbers, large_means, uneven_speed, stopped_by_one, resumed, ppo,
+    first_steps, sac, counted, own_learner, statistics, batch_statistics, lost,
 ]  # fmt: skip
 
 
@@ -406,6 +423,14 @@ def test_numbers_and_bytes_of_all_ranks(outcome):
     a, b = outcome(numbers)
     assert a == b
     assert a == ([2.0, 1.0], 4.0, b"\0\0\0", [b"\0\0\0", b"\1\1\1\1"], b"")
+
+
+def test_means_of_large_arrays_go_through_shared_memory_where_all_have_it(outcome):
+    (a, means_a, found_a), (b, means_b, found_b) = outcome(large_means)
+    for x, y, mean, other in zip(a, b, means_a, means_b, strict=True):
+        assert np.array_equal(mean, (x + y) * np.float32(0.5))
+        assert np.array_equal(mean, other)
+    assert found_a == found_b == (True, [None, None], True, [])
 
 
 def test_ranks_of_different_speed_make_the_same_steps_and_end_together(outcome):

@@ -41,7 +41,8 @@ def experiment(run, env="CartPole-v1", **more):
 
 
 @pytest.mark.parametrize("run", ["PPO", "DQN", pytest.param("IMPALA", marks=pytest.mark.slow)])
-def test_all_have_the_same_weights_and_steps_are_those_of_all(run, caplog):
+def test_all_have_the_same_weights_and_steps_are_those_of_all(run, caplog, monkeypatch):
+    monkeypatch.setattr("bray.train.learners.cores", lambda: 1)
     with experiment(run) as exp:
         rows = list(exp.train(stop={"env_steps_total": 200}))
         training = exp.training
@@ -51,6 +52,7 @@ def test_all_have_the_same_weights_and_steps_are_those_of_all(run, caplog):
         assert rows[-1]["episodes_total"] * rows[-1]["episode_length_mean"] > 100  # one of two plays half of them
         assert rows[-1]["learner_steps_total"] == training.learner.steps > 0
     assert not [r for r in caplog.records if "weights of the learners differ" in r.message]
+    assert any("num_learners=2 and 1 cores" in r.message for r in caplog.records)
 
 
 def test_one_that_is_killed_is_replaced_and_the_run_goes_on(caplog):

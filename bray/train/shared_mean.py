@@ -1,0 +1,82 @@
+"""The mean of large arrays over the ranks of one machine, in memory that they share: each rank adds up its part of the
+array for all of them. Over sockets every number would be copied by the kernel, and be sent as often as there are ranks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bray.train.ranks import Ranks
+
+FOLDER = "/dev/shm"
+"""Of files that are nowhere but in memory; each is gone as soon as all ranks have opened it."""
+_HEAD = 64  # bytes before the arrays: what tells this memory from another one of the same name
+_BLOCK = 1 << 16  # numbers that are added up at a time: they stay in a core's cache
+
+SMALLEST = 1 << 16
+"""Numbers of an array for which this is the shorter way."""
+
+
+class SharedMean:
+    """Float32 on the CPU. Where the ranks do not share a machine, or its memory for files is full, there is none."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._arrays: Tensor | None = None  # [ranks + 1, numbers]: what each has given, and the mean
+        self._refused = False
+
+    def mean(self, x: Tensor) -> Tensor | None:
+        """All ranks call it with arrays of the same size; None: take another way."""
+        size, rank, count = self._ranks.size, self._ranks.rank, x.numel()
+        if not self._refused and (self._arrays is None or self._arrays.shape[1] < count):
+            self._arrays = self._open(count)
+            self._refused = self._arrays is None
+        if self._arrays is None:
+            return None
+        *given, mean = self._arrays[:, :count].unbind()
+        given[rank].copy_(x)
+        self._ranks.all_reduce_min(0)  # nobody reads before all have written
+        for at in range(rank * count // size, end := (rank + 1) * count // size, _BLOCK):
+            span = slice(at, min(at + _BLOCK, end))
+            out = torch.add(given[0][span], given[1][span], out=mean[span])
+            for other in given[2:]:
+                out += other[span]
+            out *= 1.0 / size
+        self._ranks.all_reduce_min(0)
+        return mean.clone()  # which the next one writes over when all ranks have come to it
+
+    def _open(self, count: int) -> Tensor | None:
+        """Memory for arrays of so many numbers, which the first rank makes; None where one of them cannot have it."""
+        ranks = self._ranks
+        length = _HEAD + 4 * (ranks.size + 1) * count
+        path, token, memory = "", os.urandom(_HEAD), None
+        try:
+            if ranks.first:
+                with suppress(OSError):
+                    fd, path = tempfile.mkstemp(prefix="bray-ranks-", dir=FOLDER)
+                    with os.fdopen(fd, "r+b") as file:
+                        os.posix_fallocate(fd, 0, length)  # else a full disk is found out by a signal
+                        file.write(token)
+                        file.flush()
+                        memory = mmap.mmap(fd, length)
+            told, theirs = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode((path, token))))
+            if not ranks.first:
+                with suppress(OSError), open(told, "r+b") as file:
+                    if os.fstat(file.fileno()).st_size == length and file.read(_HEAD) == theirs:
+                        memory = mmap.mmap(file.fileno(), length)
+            agreed = ranks.all_reduce_min(memory is not None)
+        finally:
+            if path:
+                os.unlink(path)  # those who have it open keep it
+        if memory is None or not agreed:
+            return None
+        return torch.frombuffer(memory, dtype=torch.float32, offset=_HEAD).view(ranks.size + 1, count)
