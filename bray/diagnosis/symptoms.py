@@ -140,11 +140,19 @@ class Rows:
         """Whether the learner sees other rewards than the log tells."""
         return bool(self.option("normalize_rewards") or self.option("clip_rewards"))
 
+    @property
+    def sums_agents(self) -> bool:
+        """Whether returns are sums over the agents of a game: such a sum may stand or fall where what one wins another
+        loses, or where both do what is best for each."""
+        return any(key.startswith("agent/") for key in self.now)
+
     def value_scale(self, return_: float) -> float:
         """The discounted return that episodes of this return suggest: all of it, or its mean reward for ever."""
         gamma = self.option("gamma")
         if not isinstance(gamma, (int, float)):
             return math.nan
+        if gamma == 1.0:  # whoever sets it means episodes that end
+            return return_
         return return_ * max(1.0 / (max(self["episode_length_mean"], 1.0) * max(1.0 - gamma, 1e-6)), 1.0)
 
     def discounted(self, return_: float) -> float:
@@ -228,7 +236,8 @@ def entropy(rows: Rows) -> Iterator[str]:
     zero: they only pass it.)"""
     now, got = rows["loss/entropy"], rows["episode_return_mean"]
     at_first, worst = next(iter(rows.first("loss/entropy", "episode_return_mean")), (now, got))
-    if abs(now) < max(1e-3, CERTAIN * abs(at_first)) and got <= worst + 0.05 * abs(worst):
+    is_certain = abs(now) < max(1e-3, CERTAIN * abs(at_first))
+    if is_certain and not rows.sums_agents and got <= worst + 0.05 * abs(worst):
         yield (
             f"the policy always does the same (entropy {now:.2g}) and its return of {short(got)} is no better than at "
             f"the start ({short(worst)}): this run is lost. Begin another one. "
@@ -307,9 +316,8 @@ def no_gradients(rows: Rows) -> Iterator[str]:
 
 @check("flat return", patience=0)
 def flat_return(rows: Rows) -> Iterator[str]:
-    """No better than at the start, or all alike at the longest that an episode lasts and never rewarded. Of a game of
-    several agents the return is a sum, which stands where what one wins another loses."""
-    if any(key.startswith("agent/") for key in rows.now):
+    """No better than at the start, or all alike at the longest that an episode lasts and never rewarded."""
+    if rows.sums_agents:
         return
     steps, got, (start, spread) = rows[ENV_STEPS], rows[_RETURN], rows.start
     stands, since, since_row = rows.stands

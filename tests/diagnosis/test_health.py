@@ -290,12 +290,21 @@ def test_each_cause_is_said_once_and_only_after_its_patience(cause, caplog):
     assert len(warnings(caplog)) == 1
 
 
+@pytest.mark.parametrize("cause", ["flat return", "entropy"])
 @pytest.mark.parametrize("more", [{}, {"agent/first/return_mean": 0.5, "agent/second/return_mean": -0.5}])
-def test_a_sum_that_stands_is_no_flat_return_of_agents(more):
+def test_the_sum_of_what_agents_get_tells_nothing(more, cause):
+    """Where both betray each other the sum is as low as can be, and each does its best."""
     symptoms = Symptoms(OPTIONS)
     for _ in range(60):
-        symptoms.look({**EPISODES, **SOUND, **SIGNS["flat return"][0], **more})
-    assert ("flat return" in symptoms.told) == (not more)
+        symptoms.look({**EPISODES, **SOUND, **SIGNS[cause][0], **more})
+    assert (cause in symptoms.told) == (not more)
+
+
+def test_rewards_that_are_not_discounted_are_no_larger_than_the_return(caplog):
+    symptoms = Symptoms({**OPTIONS, "gamma": 1.0})
+    for _ in range(60):
+        symptoms.look({**EPISODES, **SOUND, "episode_return_mean": -20.0, "loss/explained_variance": 0.0})
+    assert "reward scale" not in symptoms.told
 
 
 @pytest.mark.parametrize("cause", [c for c in SIGNS if CHECKS[c][0] > 0])
