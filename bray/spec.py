@@ -46,6 +46,8 @@ ACTION_MASK = "action_mask"
 GLOBAL_STATE = "global_state"
 """The observation key of a state of the whole game, where the environment declares `global_state_space`: for critics
 and mixers alone. Elsewhere a key of that name is one like any other."""
+MOVES = "moves"
+"""The observation key of the actions that led to it, where `env.moves` is set: for policies that search the game."""
 
 
 _KINDS = ("box", "discrete", "multi_discrete", "multi_binary", "dict", "tuple")
@@ -443,6 +445,8 @@ class EnvSpec:
     policy each."""
     agents: tuple[str, ...] = ()
     """Of such a game, by their numbers."""
+    game: Any = field(default=None, compare=False, repr=False)
+    """Makes the game, where `env.moves` is set: for policies that search it. Not in files."""
 
     @cached_property
     def given(self) -> Space:

@@ -30,6 +30,7 @@ import torch
 
 import bray
 from benchmarks.learning import demos
+from benchmarks.learning.boards import minus_losses
 from benchmarks.learning.equilibria import minus_distance, minus_nash_conv
 from bray import figures
 from bray.config.runfile import preset, settings
@@ -116,6 +117,7 @@ SQIL = {"share": 0.5, "lr": 1e-3, "tau": 0.01, "fcnet_hiddens": [128, 128], "fcn
 R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 
 KUHN, LEDUC, MATRIX = "openspiel:kuhn_poker", "openspiel:leduc_poker", "bray.envs.agent_games:Matrix"
+BOARD = "openspiel:tic_tac_toe"
 PLAIN = {"magnet_coef": 0.0, "entropy_coef": None}
 ONE = {"eval_episodes": 1}
 TABLE = {
@@ -199,6 +201,7 @@ CASES = {
     "ppo-kuhn-plain": Case("PPO", KUHN, -0.1, 500_000, 20, 3, {**ONE, **PLAIN}, "stay below", judge=minus_nash_conv),
     "ppo-leduc": Case("PPO", LEDUC, -1.0, 1_500_000, 50, 3, POKER, "end above", judge=minus_nash_conv),
     "nfsp-kuhn": Case("NFSP", KUHN, -0.3, 100_000, 10, 3, ONE, "end above", judge=minus_nash_conv),
+    "alphazero-tictactoe": Case("AlphaZero", BOARD, 0, 40_000, 20, 3, ONE, "end above", judge=minus_losses),
     "ppo-rps": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, {**RPS, **DRAWN}, "end above", judge=minus_distance),
     "ppo-rps-plain": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, RPS, "stay below", judge=minus_distance),
     "ppo-prisoners": Case(

@@ -33,6 +33,8 @@ class Tick(NamedTuple):
     """Where an episode starts."""
     mask: np.ndarray | None = None
     """Legal choices `[B, num_logits]` that came beside the observation; else those in it count."""
+    acts: np.ndarray | None = None
+    """Who decides, where not all do: others' actions count for nothing."""
 
 
 class Decision(NamedTuple):

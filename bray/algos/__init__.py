@@ -49,6 +49,7 @@ ALGORITHMS: dict[str, Any] = {
     "COMA": "bray.algos.coma",
     "ATOC": "bray.algos.atoc",
     "NFSP": "bray.algos.nfsp",
+    "AlphaZero": "bray.algos.alphazero",
     "BC": "bray.algos.bc",
     "MARWIL": "bray.algos.marwil",
     "TD3+BC": "bray.algos.td3_bc",

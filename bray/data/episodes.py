@@ -62,6 +62,11 @@ class Episodes(Experience):
         episode = tree.concat(self._open.pop(stream))
         self._done.append(episode | {name: tree.concat([episode[name], last[name]]) for name in _BEHIND})
 
+    def take(self) -> list[dict[str, Any]]:
+        """The episodes that have ended since the last call, columns by name; `obs` and `outputs` have one row more."""
+        done, self._done = self._done, []
+        return done
+
     @property
     def _rows_done(self) -> int:
         return sum(len(episode["reward"]) for episode in self._done)
@@ -72,8 +77,7 @@ class Episodes(Experience):
     def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
         if self._rows_done < self.rows:
             return None
-        piece = lay(self._done, max(1, self.rows // 2))
-        self._done = []
+        piece = lay(self.take(), max(1, self.rows // 2))
         self._newest = piece.obs
         return Batch(piece, int(np.count_nonzero(piece.valid)))
 

@@ -34,11 +34,15 @@ class Reservoir:
             return
         if self._rows is None:
             self._rows = tree.map(lambda x: np.zeros((self.size, *x.shape[1:]), x.dtype), rows)
-        before = self.seen + np.arange(count)
-        place = np.where(before < self.size, before, rng.integers(before + 1))
+        place = self._places(self.seen + np.arange(count), rng)
         kept = np.flatnonzero(place < self.size)
         tree.map(lambda to, of: to.__setitem__(place[kept], of[kept]), self._rows, rows)
         self.seen += count
+
+    def _places(self, before: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Where rows go, by how many came before each; none from `size` on."""
+        places: np.ndarray = np.where(before < self.size, before, rng.integers(before + 1))
+        return places
 
     def sample(self, count: int, rng: np.random.Generator) -> NestedArray:
         index = rng.integers(len(self), size=count)
@@ -64,6 +68,22 @@ class Reservoir:
         if seen:
             self.add(rows, np.random.default_rng(0))
             self.seen = seen
+
+
+class Newest(Reservoir):
+    """The `size` rows that came last."""
+
+    def add(self, rows: NestedArray, rng: np.random.Generator) -> None:
+        """Rows `[N, ...]`, copied over the oldest."""
+        super().add(tree.map(lambda x: x[-self.size :], rows), rng)
+
+    def newest(self, count: int) -> NestedArray | None:
+        """The rows that came last, at most so many."""
+        index = (self.seen - 1 - np.arange(min(count, len(self)))) % self.size
+        return tree.map(lambda x: x[index], self._rows) if len(index) else None
+
+    def _places(self, before: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return before % self.size
 
 
 class Reservoirs(Replay):

@@ -84,6 +84,7 @@ SUITED = {
     "COMA": "for teams: what each choice is worth beside the others",
     "ATOC": "for teams: agents that talk when it helps",
     "NFSP": "for games against each other: an average policy that is hard to exploit",
+    "AlphaZero": "for board games: a search, and a network that learns from it",
     "BC": "for files: does what demonstrators did",
     "MARWIL": "for files: does what turned out well for demonstrators",
     "TD3+BC": "for files: TD3 that stays near what they show",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from bray.envs.multi_agent import ALL, Agents, MultiAgentEnv, StepOfAgents
-from bray.errors import ConfigError, UnknownName
+from bray.errors import ConfigError, EnvError, UnknownName
 from bray.spec import ACTION_MASK
 
 
@@ -178,6 +179,10 @@ class Nim(MultiAgentEnv):
         self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
         self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(3))
         self._left, self._turn = sticks, 0
+        self.max_moves = sticks
+
+    def clone(self) -> Nim:
+        return copy.copy(self)
 
     def _seen(self) -> dict[str, np.ndarray]:
         mask = np.array([take <= self._left for take in (1, 2, 3)], np.int8)
@@ -197,6 +202,56 @@ class Nim(MultiAgentEnv):
         self._left = 0
         obs = {player: self._seen(), other: self._seen()}
         return obs, {player: 1.0, other: -1.0}, dict.fromkeys((player, other, ALL), True), {ALL: False}, {}
+
+
+class ConnectFour(MultiAgentEnv):
+    """Two players drop stones into seven columns of six; four in a row win 1, and the other loses 1. Observations and
+    actions are those of `openspiel:connect_four`. A board is one number with a bit for each cell, column by column with
+    an empty cell on top, so that a copy and a look for four in a row are a few operations."""
+
+    max_moves = 42
+    _CELLS = np.array([[[64 * player + 7 * x + y for x in range(7)] for y in range(6)] for player in (0, 1)])
+
+    def __init__(self) -> None:
+        self.possible_agents = ["player_0", "player_1"]
+        seen = spaces.Dict({"obs": spaces.Box(0, 1, (3, 6, 7), np.uint8), ACTION_MASK: spaces.Box(0, 1, (7,), np.int8)})
+        self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
+        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(7))
+        self._boards, self._moves = [0, 0], 0
+
+    def clone(self) -> ConnectFour:
+        other: ConnectFour = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._boards = self._boards.copy()
+        return other
+
+    def _seen(self) -> dict[str, np.ndarray]:
+        mine, theirs = self._boards
+        cells = np.frombuffer((mine | theirs << 64).to_bytes(16, "little"), np.uint8)
+        board = np.empty((3, 6, 7), np.uint8)
+        board[:2] = np.unpackbits(cells, bitorder="little")[self._CELLS]
+        board[2] = 1 - board[0] - board[1]
+        return {"obs": board, ACTION_MASK: board[2, 5].view(np.int8)}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
+        self._boards, self._moves = [0, 0], 0
+        return {self.possible_agents[0]: self._seen()}, {}
+
+    def step(self, actions: Agents) -> StepOfAgents:
+        turn = self._moves & 1
+        player, other = self.possible_agents[turn], self.possible_agents[1 - turn]
+        column, taken = int(actions[player]), self._boards[0] | self._boards[1]
+        stone = (taken + (1 << 7 * column)) & (0b111111 << 7 * column)  # the lowest empty cell: adding 1 carries to it
+        if not stone & ~taken:
+            raise EnvError(f"column {column} is full")
+        board = self._boards[turn] = self._boards[turn] | stone & ~taken
+        self._moves += 1
+        won = any((pairs := board & board >> by) & pairs >> 2 * by for by in (1, 6, 7, 8))
+        if not won and self._moves < self.max_moves:
+            return {other: self._seen()}, {player: 0.0}, {ALL: False}, {ALL: False}, {}
+        seen = self._seen()
+        rewards = {player: float(won), other: -float(won)}
+        return {player: seen, other: seen}, rewards, dict.fromkeys((player, other, ALL), True), {ALL: False}, {}
 
 
 class Weather(MultiAgentEnv):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -13,6 +14,7 @@ from bray.envs import atari, compat, observations, wrappers
 from bray.envs.config import EnvConfig
 from bray.envs.missing import what_is_missing
 from bray.envs.multi_agent import MultiAgentEnv, adapt_agents, may_be_of_agents
+from bray.envs.positions import WithMoves
 from bray.envs.registry import EnvContext, EnvOrigin, resolve
 from bray.envs.spaces import spec_from_gym
 from bray.envs.table import ALL_ONE, Seating, TableEnv
@@ -62,8 +64,9 @@ class Builder:
             raise EnvError(f"{self.name}: its creator returned {type(env).__name__}, which is not an environment")
         if (several := adapt_agents(env)) is not None:
             env = self._joined(several)
-        elif config.teams:
-            raise ConfigError(f"env.teams joins agents of a game of several, and {self.name} has one: leave it out")
+        elif config.teams or config.moves:
+            what = "teams joins agents" if config.teams else "moves shows the actions"
+            raise ConfigError(f"env.{what} of a game of several, and {self.name} has one: leave it out")
         else:
             env = compat.adapt(env)
         if config.drop_obs:
@@ -86,7 +89,11 @@ class Builder:
     def _joined(self, game: MultiAgentEnv) -> gym.Env:
         """A game of several agents as one environment: of a single agent where all are a team, else a table."""
         config = self.config
-        game = Teams(game, config.teams) if config.teams else game
+        if config.teams and config.moves:
+            raise ConfigError(
+                "env.moves is for agents that take turns, and those of env.teams act at once: leave it out"
+            )
+        game = Teams(game, config.teams) if config.teams else WithMoves(game) if config.moves else game
         if len(game.possible_agents) == 1:
             return OneAgent(game)
         changed = ("drop_obs", "wrappers", "action_bounds", "frame_stack", "flatten_obs")
@@ -98,7 +105,8 @@ class Builder:
         limit = config.max_episode_steps if (config.max_episode_steps or 0) > 0 else None
 
         def make_spec(observation: Any, action: Any, global_state: bool, team: tuple[str, ...]) -> EnvSpec:
-            return spec_from_gym(self.name, observation, action, limit, self.preprocessing(), global_state, team)
+            made = spec_from_gym(self.name, observation, action, limit, self.preprocessing(), global_state, team)
+            return with_game(made, config)
 
         return TableEnv(game, self.seating, self.name, make_spec, config.check)
 
@@ -157,6 +165,8 @@ class Builder:
             out["frame_stack"] = config.frame_stack
         if config.flatten_obs:
             out["flatten_obs"] = True
+        if config.moves:
+            out["moves"] = True
         if config.teams:
             out["teams"] = {name: list(map(str, members)) for name, members in config.teams.items()}
         return out
@@ -171,6 +181,17 @@ class Builder:
         declared = getattr(inner, "global_state_space", None) is not None
         spaces = env.observation_space, env.action_space
         return spec_from_gym(self.name, *spaces, limit, self.preprocessing(), declared, team)
+
+
+def with_game(spec: EnvSpec, config: EnvConfig) -> EnvSpec:
+    """The spec of one who decides, with what makes the game where its policy may search it."""
+    return dataclasses.replace(spec, game=partial(_game_of, config)) if config.moves else spec
+
+
+def _game_of(config: EnvConfig) -> MultiAgentEnv:
+    game = Builder.of(config).agents()
+    assert game is not None, f"{config.id} had several agents before"
+    return game
 
 
 def env_spec(config: EnvConfig, seating: Seating | None = None) -> EnvSpec:

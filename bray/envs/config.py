@@ -71,6 +71,9 @@ class EnvConfig:
     teams: dict[str, list[Any]] = field(default_factory=dict)
     """In a game of several agents: {team: [a, b, c]} joins them into one that sees and decides for all
     (docs/agents.md)."""
+    moves: bool = False
+    """In a game of several agents that take turns: observations have `moves`, the actions of all agents so far, for
+    policies that search the game (docs/algorithms/alphazero.md)."""
     drop_obs: list[str] = field(default_factory=list)
     """Entries of a Dict observation that are left out, e.g. [mission]."""
     max_episode_steps: Annotated[int, Ge(-1)] | None = None

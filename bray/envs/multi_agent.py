@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bray.envs.compat import convert_space
-from bray.errors import EnvError
+from bray.errors import ConfigError, EnvError
 
 ALL = "__all__"
 """The key of `terminateds` and `truncateds` that speaks of the whole game."""
@@ -63,11 +64,32 @@ class MultiAgentEnv(ABC):
         """Of now, a member of `global_state_space`."""
         raise EnvError(f"{type(self).__name__} declares global_state_space: define global_state(self) too")
 
+    def clone(self) -> MultiAgentEnv:
+        """A copy that goes its own way, as it is now, for those who search the game."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot be searched: define clone(self), which returns a copy of the game as it is"
+        )
+
     def render(self) -> Any:
         return None
 
     def close(self) -> None:  # noqa: B027  most games hold nothing
         """Free windows and memory."""
+
+
+class AroundAgents(MultiAgentEnv):
+    """A game made of another one, `env`, whose state and pictures are that one's."""
+
+    env: MultiAgentEnv
+
+    def global_state(self) -> Any:
+        return self.env.global_state()
+
+    def render(self) -> Any:
+        return self.env.render()
+
+    def close(self) -> None:
+        self.env.close()
 
 
 class AdaptedAgents(MultiAgentEnv):
@@ -159,6 +181,9 @@ class AdaptedAgents(MultiAgentEnv):
         state = getattr(self.env, "global_state", None) or self.env.state
         return state()
 
+    def clone(self) -> MultiAgentEnv:
+        return _around_clone(self)
+
     def render(self) -> Any:
         return self.env.render() if hasattr(self.env, "render") else None
 
@@ -215,11 +240,26 @@ class TurnsOfAgents(MultiAgentEnv):
     def global_state(self) -> Any:
         return self.env.state()
 
+    def clone(self) -> MultiAgentEnv:
+        return _around_clone(self)
+
     def render(self) -> Any:
         return self.env.render()
 
     def close(self) -> None:
         self.env.close()
+
+
+def _around_clone(adapted: Any) -> MultiAgentEnv:
+    """What `adapted` is, around a clone of its environment."""
+    if not callable(getattr(adapted.env, "clone", None)):
+        raise ConfigError(
+            f"{type(adapted.env).__name__} cannot be searched: define clone(self), which returns a copy of the game as "
+            "it is"
+        )
+    other = copy.copy(adapted)
+    other.env = adapted.env.clone()
+    return other
 
 
 def adapt_agents(env: Any) -> MultiAgentEnv | None:

@@ -104,6 +104,14 @@ class SpielEnv(MultiAgentEnv):
         self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
         self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(actions))
         self._shape, self.state = tuple(shape), game.new_initial_state()
+        self.max_moves: int = game.max_game_length()
+        wrong = {
+            "chance": kind.chance_mode.name != "DETERMINISTIC",
+            "hidden information": kind.information.name != "PERFECT_INFORMATION",
+            "players who act at once": kind.dynamics.name != "SEQUENTIAL",
+            "players of whom one does not win what the other loses": kind.utility.name != "ZERO_SUM",
+        }
+        self._unsearchable = " and ".join(what for what, so in wrong.items() if so)
         self._rng = np.random.default_rng()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
@@ -128,6 +136,16 @@ class SpielEnv(MultiAgentEnv):
         obs = {a: self.seen(state, i) for i, a in enumerate(self.possible_agents)} if over else self._asked()
         ends = dict.fromkeys([*self.possible_agents, ALL], over)
         return obs, dict(zip(self.possible_agents, rewards.tolist(), strict=True)), ends, {ALL: False}, {}
+
+    def clone(self) -> MultiAgentEnv:
+        if self._unsearchable:
+            raise ConfigError(
+                f"openspiel:{self.game.get_type().short_name} cannot be searched: it has {self._unsearchable}"
+            )
+        other: SpielEnv = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.state = self.state.clone()
+        return other
 
     def _draw(self) -> None:
         """What chance does, until a player decides."""

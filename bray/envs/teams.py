@@ -21,7 +21,16 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from bray.envs.multi_agent import ALL, MultiAgentEnv, StepOfAgents, answered, as_float, ended, game_over
+from bray.envs.multi_agent import (
+    ALL,
+    AroundAgents,
+    MultiAgentEnv,
+    StepOfAgents,
+    answered,
+    as_float,
+    ended,
+    game_over,
+)
 from bray.errors import ConfigError, EnvError, UnknownName
 from bray.spec import ACTION_MASK, GLOBAL_STATE
 
@@ -100,7 +109,7 @@ class Team:
         return {m: int(a) + starts[m] for m, a in chosen.items()}
 
 
-class Teams(MultiAgentEnv):
+class Teams(AroundAgents):
     """A game whose teams are agents. Who is in no team stays an agent."""
 
     def __init__(self, env: MultiAgentEnv, teams: Mapping[str, Sequence[Any]]):
@@ -174,15 +183,6 @@ class Teams(MultiAgentEnv):
                 "act at the same time. Leave it out of the team, or give it an observation"
             )
         return bool(asked)
-
-    def global_state(self) -> Any:
-        return self.env.global_state()
-
-    def render(self) -> Any:
-        return self.env.render()
-
-    def close(self) -> None:
-        self.env.close()
 
 
 class OneAgent(gym.Env):

@@ -22,7 +22,7 @@ from bray.config.secrets import refuse_hidden
 from bray.data.piece import DEFAULT
 from bray.diagnosis.symptoms import SECTIONS
 from bray.diagnosis.watch import Watch
-from bray.envs.build import Builder, env_spec
+from bray.envs.build import Builder, env_spec, with_game
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import CheckpointError, ConfigError, DataError
@@ -521,8 +521,10 @@ class Experiment:
         if not plays:
             directory.refuse_several()
         checkpoint = directory.load_checkpoint(which)
-        moments = [When.MADE, When.PLAYS] if plays else [When.MADE]
-        check, saved = trust_check(directory, trust, moments, env), with_secrets(read_config(directory))
+        saved = with_secrets(read_config(directory))
+        searches = bool((saved.values.get("env") or {}).get("moves"))  # its policy makes the game
+        moments = [When.MADE, When.PLAYS] if plays or searches else [When.MADE]
+        check = trust_check(directory, trust, moments, env)
         policies = saved_policies(directory, saved, sources, env, trust, moments) if directory.policies() else None
         sources, check = changed_by(saved, sources, env, check)
         exp = cls(env=env, sources=sources, use_preset=False, _check=check, _policies=policies)
@@ -640,7 +642,8 @@ class Experiment:
             side = self.training.sides[name] if self._run is not None or name not in self._specs else None
             spec: EnvSpec = self._specs[name] if side is None else side.spec
             model = self._trained_model(name, spec) if side is None else side.model
-            self._served[name] = ServedPolicy(make_policy(made.algo, made.config["algo"], spec), model, spec)
+            policy = make_policy(made.algo, made.config["algo"], with_game(spec, self.config["env"]))
+            self._served[name] = ServedPolicy(policy, model, spec)
         return self._served[name]
 
     def _trained_model(self, name: str, spec: EnvSpec) -> torch.nn.Module:

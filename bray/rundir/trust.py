@@ -183,7 +183,7 @@ HARMLESS = {
         show_figure
     """,  # init_from: of a run that begins; one that was written never looks at it again
     "env": """
-        vector num_envs num_processes step_ms teams drop_obs max_episode_steps frame_stack flatten_obs atari
+        vector num_envs num_processes step_ms teams moves drop_obs max_episode_steps frame_stack flatten_obs atari
         action_bounds clip_rewards normalize_rewards check max_restarts step_timeout wait_num step_wait_timeout
     """,
     "model": """

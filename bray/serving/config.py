@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from bray.config.declare import Amount, Count, Flag, Name, Port, Positive, Secret
+from bray.config.declare import Amount, Count, Flag, Name, Port, Positive, Secret, Whole
 from bray.errors import ConfigError
 
 
@@ -211,6 +211,9 @@ class ServedModelConfig(DeployConfig):
     alone."""
     act: Annotated[Literal["greedy", "sample"], Flag()] = "greedy"
     """How actions are chosen: greedy = the best one, sample = drawn as in training."""
+    simulations: Annotated[Whole | None, Flag()] = None
+    """Steps of the search for each tick, where the policy searches (AlphaZero; engine: torch); 0 = its network alone,
+    null = as in training."""
     follow: Annotated[bool, Flag()] = False
     """Go on to new checkpoints of a training that is running."""
     follow_every_s: Positive = 1.0

@@ -31,7 +31,7 @@ from bray.serving.bounds import Bounds, OutsideCount
 from bray.serving.config import AnswerConfig, ServedModelConfig
 from bray.serving.graph import export_graph
 from bray.serving.values import Observations, plain, reader
-from bray.spec import EnvSpec, Space
+from bray.spec import MOVES, EnvSpec, Space
 
 logger = logging.getLogger("bray.serving")
 
@@ -321,7 +321,9 @@ class ServedModel:
 
     def sample(self) -> tuple[Any, ...]:
         """What one tick may ask the model."""
-        obs = tree.map(np.asarray, self.spec.observation.sample(np.random.default_rng(0)))
+        obs: Any = tree.map(np.asarray, self.spec.observation.sample(np.random.default_rng(0)))
+        if self.spec.preprocessing.get("moves"):
+            obs[MOVES].fill(-1)  # others are of no game
         mask = self.observations.all_legal if self.masked else None
         return tuple(x for x in (obs, mask, self.initial_state) if x is not None)
 
@@ -348,7 +350,16 @@ class ServedModel:
             # the algorithm's own Policy, also where there is a rule: it may draw inputs that an exported graph does not
             # have
             engine, self.policy = self.torch_engine(run.path, step)
+            if (simulations := self.config.simulations) is not None:
+                if not hasattr(self.policy, "simulations"):
+                    raise ConfigError(
+                        f"{run.path}: simulations={simulations} is for a policy that searches, and that of "
+                        f"{self.about.get('algorithm')} does not: leave it out"
+                    )
+                self.policy.simulations = simulations
             return engine
+        if self.config.simulations is not None:
+            raise ConfigError(f"simulations={self.config.simulations} needs --engine torch, which has the search")
         if name == "int8":
             engine = self._read_graph("model.int8.onnx")
             if engine.step != step:

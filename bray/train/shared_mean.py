@@ -8,14 +8,11 @@ import mmap
 import os
 import tempfile
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from bray.train.ranks import Ranks
 
 FOLDER = "/dev/shm"
 """Of files that are nowhere but in memory; each is gone as soon as all ranks have opened it."""
@@ -24,6 +21,20 @@ _BLOCK = 1 << 16  # numbers that are added up at a time: they stay in a core's c
 
 SMALLEST = 1 << 16
 """Numbers of an array for which this is the shorter way."""
+
+
+class Ranks(Protocol):
+    """What the mean asks of `bray.train.ranks.Ranks`."""
+
+    size: int
+    rank: int
+
+    @property
+    def first(self) -> bool: ...
+
+    def broadcast(self, data: bytes) -> bytes: ...
+
+    def all_reduce_min(self, number: float) -> float: ...
 
 
 class SharedMean:

@@ -193,6 +193,10 @@ class SeatRollout(Rollout):
         """Who decides there in this game; None: another side of the same seats."""
         return self.name
 
+    def _tick(self) -> tuple[Tick, Any, Clock]:
+        tick, state, clock = super()._tick()
+        return tick._replace(acts=self.acts), state, clock
+
     @property
     def clock(self) -> Clock:
         """Where nobody learns from what it does, its training is over."""

@@ -72,6 +72,10 @@ def test_a_space_that_the_policy_takes_is_taken_by_model_and_learner(name):
         if name == "MAPPO":  # its critic sees a global state
             seen = Space("dict", parts=(PROBE.observation,), names=("obs",))
             spec = EnvSpec("probe", seen, space, global_state=PROBE.observation)
+        elif name == "AlphaZero":  # it searches from the moves of a game
+            moves = Space("box", (9,), "int16", -1, 8)
+            seen = Space("dict", parts=(PROBE.observation, moves), names=("obs", "moves"))
+            spec = EnvSpec("probe", seen, space)
         try:
             algo.Learner(config, spec, algo.make_model(config, spec, model), model, seed=0, record=False)
         except BrayError:

@@ -23,7 +23,7 @@ WITHOUT_PRESET = ("BC", "MARWIL", "TD3+BC", "IQL", "CQL", "CQL-Discrete", "DQfD"
 SPREAD = "pettingzoo:mpe2.simple_spread_v3"
 TEAMS = dict.fromkeys(("QMIX", "VDN"), "bray.envs.agent_games:TwoStep")
 TEAMS |= dict.fromkeys(("MADDPG", "COMA", "ATOC"), SPREAD)
-GAMES = {"MAPPO": SPREAD, "NFSP": "openspiel:kuhn_poker"}
+GAMES = {"MAPPO": SPREAD, "NFSP": "openspiel:kuhn_poker", "AlphaZero": "openspiel:tic_tac_toe"}
 MEMBERS = {SPREAD: ["agent_0", "agent_1", "agent_2"], "bray.envs.agent_games:TwoStep": ["a", "b"]}
 
 

@@ -88,6 +88,8 @@ def a_row_of(name, path):
     env = "CartPole-v1" if "discrete" in kinds else "Pendulum-v1" if "box" in kinds else "bray.envs.agent_games:TwoStep"
     if name == "MAPPO":  # its critic sees a global state
         env = "bray.envs.agent_games:TwoStep"
+    elif name == "AlphaZero":
+        env = "bray.envs.agent_games:Nim"
     elif "TwoStep" in env:
         config["teams"] = {"team": ["a", "b"]}
     data = None
