@@ -11,6 +11,7 @@ way.
 
 from bray.league.league import Job, League, Outcome, PlayerRef, Snapshot, read_league
 from bray.league.log import IN_RUN, ResultLog
+from bray.league.matches import Matches, Verdict
 from bray.league.matchmaking import pfsp
 from bray.league.payoff import Payoff
 from bray.league.players import KINDS, Player, make_players
@@ -21,6 +22,7 @@ __all__ = [
     "KINDS",
     "Job",
     "League",
+    "Matches",
     "Outcome",
     "Payoff",
     "Player",
@@ -28,6 +30,7 @@ __all__ = [
     "Rating",
     "ResultLog",
     "Snapshot",
+    "Verdict",
     "elo",
     "fit_elo",
     "make_players",

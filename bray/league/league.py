@@ -217,6 +217,12 @@ class League:
         if (job := self._open.pop(id, None)) is not None:
             self._again.append(job.seats)
 
+    def void(self, id: int, why: str) -> None:
+        """This match was played and has no result: that is counted by reason, and it is given back."""
+        if id in self._open:
+            self._refuse(why, Outcome(id, {}))
+            self.give_back(id)
+
     def drop(self, id: int) -> None:
         """This match is not played at all."""
         self._open.pop(id, None)
@@ -350,12 +356,18 @@ class League:
         self._again = deque(map(_seats, json.loads(state["again"])))
         self.refused.update({str(why): int(n) for why, n in state["refused"].items()})
 
-    def restart(self) -> None:
-        """From the log alone: all results that are in it count. Matches that were under way are not known any more, and
-        their results are refused."""
-        self._read(None)
+    def restart(self, state: Mapping[str, Any] | None = None) -> None:
+        """From the log: all results that are in it count. Results of matches that were under way are refused. `state`:
+        as `get_state` gave it before; those of its matches that have no result are given back."""
+        seen = self._read(None)
+        if state is not None:
+            open_ = [seats for id, seats in json.loads(state["open"]) if int(id) not in seen]
+            self._again = deque(map(_seats, [*json.loads(state["again"]), *open_]))
+            self._next = max(self._next, (int(state["next"]) // _BLOCK + 1) * _BLOCK)
+            self.refused.update({str(why): int(n) for why, n in state["refused"].items()})
 
-    def _read(self, until: int | None) -> None:
+    def _read(self, until: int | None) -> set[int]:
+        """Fold the log; the matches whose results are in it."""
         self._forget()
         seen: set[int] = set()
         for event in self.log.read(until):
@@ -365,6 +377,7 @@ class League:
                 seen.add(event.id)
             self._fold(event)
         self._next = (max(seen, default=-1) // _BLOCK + 1) * _BLOCK
+        return seen
 
 
 def _plain(seats: Mapping[str, PlayerRef]) -> dict[str, str]:
