@@ -94,6 +94,8 @@ class Learner:
     same_steps = True
     """Whether the ranks of an update take equally many gradient steps. Where they may not each is announced first, and
     none is recorded."""
+    untrained: tuple[str, ...] = ()
+    """Outputs of the Model that it leaves as they begin."""
 
     def __init__(
         self, config: Any, spec: EnvSpec, model: nn.Module, model_config: Any, seed: int = 0, record: Record = True

@@ -60,6 +60,7 @@ class Learner(base.Learner):
     """In the trainer: rows of demonstrations in, better weights out."""
 
     config: Config
+    untrained: tuple[str, ...] = ("value",)
 
     def build(self) -> dict[str, Any]:
         c = self.config

@@ -45,6 +45,7 @@ class Learner(bc.Learner):
     """In the trainer: rows with their returns in, better weights out."""
 
     config: Config
+    untrained = ()
 
     def build(self) -> dict[str, Any]:
         self.squares = torch.zeros(2, device=self.device)  # sum of A^2, and of its weights

@@ -75,11 +75,11 @@ class Config:
     kl_aim: Positive = 0.01
     """Where that penalty holds the KL of an update."""
     magnet_coef: AmountSchedule = 0.0
-    """Weight of a penalty on KL(pi, magnet), for self-play, which goes in circles without it (Sokota et al. 2023); a
-    number or a schedule over env steps. 0 = no magnet."""
-    magnet: Literal["uniform", "slow"] = "uniform"
-    """What the policy is drawn to: `uniform`, all legal actions alike (continuous ones: mean 0, deviation 1), or
-    `slow`, a copy of the policy that follows it."""
+    """Weight of a penalty on KL(pi, magnet), for self-play, which goes in circles without it (Sokota et al. 2023), and
+    to keep to demonstrations for a while; a number or a schedule over env steps. 0 = no magnet."""
+    magnet: Literal["uniform", "slow", "start"] = "uniform"
+    """What the policy is drawn to: `uniform`, all legal actions alike (continuous ones: mean 0, deviation 1), `slow`, a
+    copy of the policy that follows it, or `start`, the policy of `init_from`."""
     magnet_tau: Annotated[float, Field(gt=0, le=1)] = 0.01
     """The slow copy moves this fraction of the way after each update."""
     normalize_value: bool = False

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from bray.algos import ALGORITHMS, get_algo
 from bray.errors import CheckpointError, UnknownName
-from bray.rundir import Checkpoint, RunDir
+from bray.experiment.saved import read_config
+from bray.rundir import RunDir
 from bray.rundir.weights import WeightReport, match_weights
 from bray.train.driver import Driver
 
@@ -23,22 +25,35 @@ def start_with(
     training: Driver, path: str | Path, which: str | int, names: Mapping[str, str], partial: bool
 ) -> WeightReport:
     """Give a training the weights of another run, and say what it took."""
-    checkpoint, wanted = read_start(path, which), training.weights()
+    directory, which = find_start(path, which)
+    checkpoint, wanted = directory.load_checkpoint(which), training.weights()
     report = fit(wanted, checkpoint.weights, names, partial, str(path))
     level = logging.INFO if len(report.weights) == len(wanted) else logging.WARNING
     logger.log(level, "%s", describe(report, wanted, str(path)))
+    algo, untrained = learnt_by(directory)
+    for output in untrained:
+        logger.info("%s: %s does not train the %s, which starts fresh", path, algo, output)
     training.start_with({**wanted, **report.weights})
     return report
 
 
-def read_start(path: str | Path, which: str | int = "latest") -> Checkpoint:
-    """The checkpoint that a run directory, or the directory of one of its checkpoints, names; read as data, like every
-    run."""
+def find_start(path: str | Path, which: str | int = "latest") -> tuple[RunDir, str | int]:
+    """The run and the checkpoint that a run directory, or the directory of one of its checkpoints, names."""
     path = Path(path)
     run = Path(os.path.normpath(path / "../.."))  # without following `latest`
     if path.is_dir() and path.parent.name == "checkpoints" and not (path / "config.yaml").exists():
-        return RunDir.open(run).load_checkpoint(path.name)
-    return RunDir.open(path).load_checkpoint(which)
+        return RunDir.open(run), path.name
+    return RunDir.open(path), which
+
+
+def learnt_by(directory: RunDir) -> tuple[str, tuple[str, ...]]:
+    """The algorithm of a run, and the outputs of its Model that it left as they began; of one of a user's own nothing
+    is known, whose code is not imported for that."""
+    path = directory.path / "config.yaml"
+    run = read_config(directory).values.get("run") if path.is_file() else None
+    name = str(run.get("algorithm")) if isinstance(run, dict) else ""
+    ours = str(ALGORITHMS.get(name)).startswith("bray.")
+    return name, get_algo(name).Learner.untrained if ours else ()
 
 
 def fit(

@@ -232,10 +232,14 @@ MASKED = EnvSpec(
 )
 
 
-@pytest.mark.parametrize("magnet", ["uniform", "slow"])
+@pytest.mark.parametrize("magnet", ["uniform", "slow", "start"])
 def test_the_magnet_joins_the_gradient(magnet):
     options = {"magnet_coef": 0.7, "magnet": magnet, "value_coef": 0.0, "clip": 1e6, "magnet_tau": 0.25}
     learner = make_learner(spec=MASKED, **options)
+    with torch.no_grad():
+        for weights in learner.model.parameters():  # weights from elsewhere
+            weights += torch.randn_like(weights)
+    learner.start_with_model()
     copied = copy.deepcopy(learner.model)
     for seed in range(3):  # in the first update the copy is the policy itself
         batch = learner.prepare(legal_piece(seed))
@@ -262,7 +266,7 @@ def test_the_magnet_joins_the_gradient(magnet):
         assert metrics["magnet_kl"] == pytest.approx(total / batch["weight"].sum(), rel=1e-3, abs=1e-7)
         with torch.no_grad():
             for mine, its in zip(copied.parameters(), learner.model.parameters(), strict=True):
-                mine.lerp_(its, 0.25)
+                mine.lerp_(its, 0.25 if magnet == "slow" else 0.0)
     assert metrics["magnet_kl"] > 0.0
 
 
@@ -278,13 +282,15 @@ def test_a_uniform_magnet_has_the_gradient_of_an_entropy_bonus():
         torch.testing.assert_close(weights, after[1][name], rtol=1e-3, atol=1e-5)
 
 
-def test_the_magnet_follows_its_schedule_and_is_saved():
+@pytest.mark.parametrize("magnet", ["slow", "start"])
+def test_the_magnet_follows_its_schedule_and_is_saved(magnet):
     schedule = {"kind": "linear", "start": 1.0, "end": 0.0, "steps": 100}
-    learner = make_learner(magnet_coef=schedule, magnet="slow", magnet_tau=0.5)
+    learner = make_learner(magnet_coef=schedule, magnet=magnet, magnet_tau=0.5)
+    learner.start_with_model()
     for step in (0, 50):
         learner.update(learner.prepare(piece(step)), Clock(env_steps=step))
         assert learner.numbers() == {"magnet_coef": 1.0 - step / 100}
-    again = make_learner(magnet_coef=schedule, magnet="slow", magnet_tau=0.5)
+    again = make_learner(magnet_coef=schedule, magnet=magnet, magnet_tau=0.5)
     again.load_state_dict(learner.state_dict())
     again.model.load_state_dict(learner.model.state_dict())
     for one in (learner, again):
@@ -293,10 +299,18 @@ def test_the_magnet_follows_its_schedule_and_is_saved():
         assert torch.equal(weights, again.model.state_dict()[name])
 
 
-def test_a_slow_magnet_is_refused_with_memory():
-    config = {"magnet_coef": 0.1, "magnet": "slow", "use_lstm": True}
-    with pytest.raises(ConfigError, match=r"magnet=slow does not go with a memory.*use magnet=uniform"):
+@pytest.mark.parametrize("magnet", ["slow", "start"])
+def test_a_copy_as_magnet_is_refused_with_memory(magnet):
+    config = {"magnet_coef": 0.1, "magnet": magnet, "use_lstm": True}
+    with pytest.raises(ConfigError, match=rf"magnet={magnet} does not go with a memory.*use magnet=uniform"):
         Experiment("PPO", "CartPole-v1", config=config).training.iterate()
+
+
+def test_a_magnet_at_the_start_needs_one():
+    config = {"magnet_coef": 0.1, "magnet": "start", "num_envs": 2, "rollout_length": 8, "minibatches": 1}
+    with Experiment("PPO", "CartPole-v1", use_preset=False, config=config) as exp:
+        with pytest.raises(ConfigError, match=r"this one starts with none: name it with --init-from RUN_DIR"):
+            exp.training.iterate()
 
 
 def test_self_play_goes_in_circles_without_it():

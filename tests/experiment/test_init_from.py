@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bray.cli.main import main
+from bray.data.files import write_episodes
 from bray.errors import CheckpointError, ConfigError, UnknownName
 from bray.experiment import Experiment
 from bray.rundir import RunDir
@@ -166,3 +167,27 @@ def test_a_run_that_is_not_there(tmp_path):
         begun(experiment(tmp_path / "b", init_from=str(tmp_path / "none")))
     with pytest.raises(ConfigError):
         experiment(tmp_path / "c", init_map=3)
+
+
+def test_ppo_goes_on_from_cloned_demonstrations_and_keeps_to_them_for_a_while(tmp_path, caplog):
+    """BC trains no value, which is said once. The policy of the start stays what a fading magnet is measured from, also
+    in a run that was resumed."""
+    rng, end = np.random.default_rng(0), np.arange(40) == 39
+    obs = rng.standard_normal((41, 4)).astype(np.float32)
+    episode = {"obs": obs, "action": np.zeros(40, np.int64), "reward": np.ones(40, np.float32)}
+    write_episodes(tmp_path / "files" / "episodes", [{**episode, "terminated": end, "truncated": end & False}])
+    given = {"obs": "float32[4]", "actions": "2", "fcnet_hiddens": [8], "epochs": 20, "save_figure": False}
+    with Experiment("BC", data=tmp_path / "files", path=tmp_path / "bc", config=given) as exp:
+        exp.fit({"learner_steps_total": 20}, progress=False)
+    fading = {"kind": "linear", "start": 1.0, "end": 0.0, "steps": 4000}
+    keys = {**TINY, "init_from": str(tmp_path / "bc"), "magnet": "start", "magnet_coef": fading}
+    with caplog.at_level(logging.INFO, "bray"), experiment(tmp_path / "ppo", **keys) as exp:
+        rows = [dict(row) for row in exp.train(stop={"training_iteration": 1})]
+    assert caplog.text.count("BC does not train the value, which starts fresh") == 1
+    with Experiment.resume(tmp_path / "ppo") as exp:
+        rows += [dict(row) for row in exp.train(stop={"training_iteration": 2})]
+        kept = exp.training.learner.state_dict()["parts"]["magnet"]
+    said = [(row["loss/magnet_coef"], row["env_steps_total"]) for row in rows]
+    assert said == [(pytest.approx(1.0 - steps / 4000, abs=0.01), steps) for _, steps in said]
+    assert rows[1]["loss/magnet_kl"] > 0.0
+    assert all(np.array_equal(kept[name], x) for name, x in weights_of(tmp_path / "bc").items())
