@@ -16,13 +16,14 @@ from bray.data.piece import DEFAULT
 from bray.errors import ConfigError, UnknownName
 from bray.experiment import Experiment
 from bray.experiment.experiment import opponent_of
+from bray.inference.onnx_engine import OnnxEngine
 from bray.inference.torch_engine import load_weights
-from bray.league import IN_RUN, League, PlayerRef, read_league
+from bray.league import IN_RUN, OUTSIDE, Event, League, PlayerRef, ResultLog, read_league
 from bray.rundir import RunDir
 from bray.train.acting import ActingPolicy, player_of
 from bray.train.games import play_two
 from bray.train.opponents import RANDOM
-from bray.train.table import outcome
+from bray.train.table import Match, outcome
 
 _WIDE = 8  # players in a table of who beats whom
 _DRAWN = 30  # in a picture
@@ -34,11 +35,15 @@ def league(options: Options) -> int:
     names = options.players or []
     if options.play != bool(names) or (names and len(names) != 2):
         raise ConfigError("two players play each other: bray league RUN_DIR --play A B")
+    if names and options.add is not None:
+        raise ConfigError("--play and --add are two commands: give one of them")
     if names:
         _play(options, *names)
         return 0
     directory = RunDir.open(options.path)
-    found = read_league(directory.path / IN_RUN)
+    if options.add is not None:
+        _add(options, options.add, directory)
+    found = read_league(directory.path / IN_RUN, outside=True)
     _ranking(found, options.top)
     _payoff(found)
     facts([(f"snapshots of {side}", _lineage(found, side)) for side in found.sides()])
@@ -54,7 +59,8 @@ def _ranking(found: League, top: int) -> None:
         name = str(rank.ref)
         of_all = ("–", "–") if math.isnan(rank.elo) else (f"{rank.elo:,.0f}", f"{rank.half:,.0f}")
         rating = f"{rank.rating.elo:,.0f}", f"{rank.rating.half:,.0f}"
-        table.add_row(name, f"{steps[name]:,}" if name in steps else "learns", f"{rank.games:,}", *rating, *of_all)
+        frozen = f"{steps[name]:,}" if name in steps else "learns" if rank.ref.step is None else "from outside"
+        table.add_row(name, frozen, f"{rank.games:,}", *rating, *of_all)
     put(table)
     if len(ranks) > top:
         say(f"... {len(ranks) - top:,} more (--top N)", "dim")
@@ -116,13 +122,74 @@ def _plot(found: League, directory: RunDir) -> None:
     facts([("picture", path) for path in drawn])
 
 
-def _play(options: Options, one: str, other: str) -> None:
+def _add(options: Options, path: str, directory: RunDir) -> None:
+    """Games of a player from outside against players of the run: its learning ones, and snapshots from the strongest to
+    the weakest."""
+    ref, log = _ref_of(options, path), ResultLog(directory.path / Path(IN_RUN).with_name(OUTSIDE))
+    directory.lock("writing", "run")
+    found, known = read_league(directory.path / IN_RUN), read_league(directory.path / IN_RUN, outside=True)
+    if ref.side in {one.side for one in known.refs}:
+        raise ConfigError(f"{ref.side} is a player of {options.path}: --name NAME calls this one otherwise")
+    exp = _game_of(options)
+    agents, env = exp.spec_of().agents, exp.config["env"]
+    guest = _player(exp, options, path)
+    number = sum(1 for _ in log.read())
+    for other in _spread(found):
+        matches = play_two(guest, _player(exp, options, str(other)), env, agents, options.games, options.seed, SAMPLE)
+        for match, mine in matches:
+            seats = {agent: str(ref if agent == mine else other) for agent in match.returns}
+            log.add(Event(id=number, seats=seats, returns=match.returns, length=match.length))
+            number += 1
+        _said(str(ref), str(other), matches)
+    log.close()
+    directory.close()
+    exp.close()
+
+
+def _ref_of(options: Options, path: str) -> PlayerRef:
+    """What a player from outside is called, and the version of its weights."""
+    if path.endswith(".onnx"):
+        return PlayerRef(_plain_name(options.name or Path(path).stem), OnnxEngine(Path(path)).step)
+    if not Path(path).is_dir():
+        raise ConfigError(f"--add {path}: expected a run directory, or a file that `bray export` wrote (model.onnx)")
+    version = RunDir.open(path).pointer("latest")
+    if version is None:
+        raise ConfigError(f"--add {path}: this run has no checkpoint yet")
+    return PlayerRef(_plain_name(options.name or Path(path).resolve().name), version)
+
+
+def _plain_name(name: str) -> str:
+    if not name or "@" in name:
+        raise ConfigError(f"--name {name!r}: a player is called by a word without @, which is put before its version")
+    return name
+
+
+def _spread(found: League) -> list[PlayerRef]:
+    """Up to eight players: those that learn, and snapshots over the whole of the ranking."""
+    there = {*found.past(), *(ref for ref in found.refs if ref.step is None)}
+    order = [rank.ref for rank in found.ranking() if rank.ref in there]
+    learning = [ref for ref in order if ref.step is None][:_WIDE]
+    past = [ref for ref in order if ref.step is not None]
+    at = np.linspace(0, len(past) - 1, min(len(past), _WIDE - len(learning))).round().astype(int)
+    return [*learning, *(past[i] for i in at)]
+
+
+def _game_of(options: Options) -> Experiment:
     exp = Experiment.load(options.path, trust=trusting(options))
     if not exp.is_game:
         raise ConfigError(f"{options.path}: {exp.env_id} is a game of one agent, so nobody plays against anybody")
+    return exp
+
+
+def _play(options: Options, one: str, other: str) -> None:
+    exp = _game_of(options)
     a, b = _player(exp, options, one), _player(exp, options, other)
     agents, env = exp.spec_of().agents, exp.config["env"]
-    matches = play_two(a, b, env, agents, options.games, options.seed, SAMPLE)
+    _said(one, other, play_two(a, b, env, agents, options.games, options.seed, SAMPLE))
+    exp.close()
+
+
+def _said(one: str, other: str, matches: list[tuple[Match, str]]) -> None:
     outcomes = [outcome(match, (mine,)) for match, mine in matches]
     points = np.array(outcomes) / 2 + 0.5
     half = 1.96 * points.std() / math.sqrt(len(points))
@@ -131,7 +198,6 @@ def _play(options: Options, one: str, other: str) -> None:
         f"{one} against {other}: {counts} of {len(matches)} games, seats in turn: {points.mean():.1%} ± {half:.1%}",
         "bold",
     )
-    exp.close()
 
 
 def _player(exp: Experiment, options: Options, name: str) -> ActingPolicy:
@@ -139,7 +205,7 @@ def _player(exp: Experiment, options: Options, name: str) -> ActingPolicy:
     served = exp.policy_named(side if side in known else known[0])
     if side not in known:
         if ":" not in name and name != RANDOM and not Path(name).exists():
-            more = f"or {known[0]}@STEP, openspiel:BOT, module:function, a run directory"
+            more = f"or {known[0]}@STEP, openspiel:BOT, module:function, a run directory, model.onnx"
             raise UnknownName("player", name, (*known, RANDOM), more)
         return opponent_of(name, served.spec, trusting(options))
     model = copy.deepcopy(served.model)

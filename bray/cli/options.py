@@ -480,8 +480,8 @@ class Plot(Options):
 class League(Reading):
     """Rank the players of a run that plays itself: ratings, who beats whom, when each was frozen.
 
-    A player is `default` (the newest weights), `default@STEP` (a snapshot), random, openspiel:BOT, module:function, or
-    another run directory.
+    A player is `default` (the newest weights), `default@STEP` (a snapshot), random, openspiel:BOT, module:function,
+    another run directory, or an exported model.onnx.
     """
 
     path: RunDirectory
@@ -490,8 +490,13 @@ class League(Reading):
     """With --play: who."""
     play: bool = False
     """Play two players against each other, both drawing their actions: bray league RUN_DIR --play A B"""
+    add: Annotated[str | None, Flag(metavar="RUN_DIR|FILE.onnx")] = None
+    """Enter another run's newest checkpoint, or an exported model.onnx, as a player: it plays up to eight players of
+    this run, and is ranked among them from then on."""
+    name: Annotated[str | None, Flag(metavar="NAME")] = None
+    """Of the player that is added; without it, that of its run directory or file."""
     games: Count = 200
-    """So many games, seats in turn."""
+    """So many games, seats in turn; with --add against each."""
     seed: Whole = 0
     """Of these games."""
     top: Count = 10

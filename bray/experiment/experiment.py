@@ -28,7 +28,7 @@ from bray.envs.registry import env_name
 from bray.errors import CheckpointError, ConfigError, DataError
 from bray.experiment.evaluations import Evaluations
 from bray.experiment.places import check_playable, home_of, run_path
-from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
+from bray.experiment.policy import ServedPolicy, check_mode, launched_model, onnx_player, serve_run
 from bray.experiment.saved import (
     changed_by,
     check_spaces,
@@ -797,7 +797,10 @@ class Experiment:
 
 
 def opponent_of(name: str, spec: EnvSpec, trust: Answer = False) -> ActingPolicy:
-    """Who plays by this name, in a game with these spaces: a name of `load_opponent`, or the directory of a run."""
+    """Who plays by this name, in a game with these spaces: a name of `load_opponent`, the directory of a run, or a file
+    that `bray export` wrote."""
+    if name.endswith(".onnx"):
+        return onnx_player(Path(name), spec)
     if not Path(name).is_dir():
         return load_opponent(name, spec)
     served = Experiment.load(name, trust=trust, plays=False).served

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from bray import tree
-from bray.act import GREEDY, MODES, TRAINED, Tick, decide_now
+from bray.act import GREEDY, MODES, SAMPLE, TRAINED, Policy, Tick, decide_now, make_rule
 from bray.config import ConfigSource
-from bray.errors import ConfigError, UnknownName
+from bray.errors import ConfigError, DataError, UnknownName
 from bray.rundir.trust import module_of
 from bray.serving.values import Observations
 from bray.spec import EnvSpec
+from bray.train.acting import ActingPolicy
 from bray.train.local import acting_engine, initial_state
 
 
@@ -55,6 +56,32 @@ class ServedPolicy:
         decision = decide_now(deciding, self.engine.forward)
         action = tree.index(decision.action, 0)
         return (action, decision.carry) if self.recurrent else action
+
+
+def onnx_player(path: Path, spec: EnvSpec) -> ActingPolicy:
+    """Who plays by an exported file, in a game with these spaces. The names of its outputs say how it chooses: a file
+    that was copied from its run has nothing else."""
+    from bray.inference.onnx_engine import OnnxEngine
+
+    engine, layout = OnnxEngine(path), spec.layout
+    outputs = engine.signature.outputs
+    if engine.signature.weights != "constant":
+        raise ConfigError(f"{path} waits for weights: name model.onnx, which `bray export` writes with them inside")
+    rules = [name for name in ("dist", "q") if isinstance(outputs, dict) and name in outputs]
+    if not rules or not layout.discrete:
+        raise ConfigError(
+            f"{path}: an exported file plays games of discrete actions by its output dist or q, this one has "
+            f"{outputs} for {spec.action}: name the run directory that it was exported from"
+        )
+    remembers = len(engine.signature.inputs) > 1
+    try:
+        found = engine.forward(random_observations(spec, 1), *([engine.initial_state(1)] if remembers else []))
+        if found[rules[0]].shape != (1, layout.num_params):
+            raise DataError(f"expected {layout.num_params} numbers for the actions, got {found[rules[0]].shape[1:]}")
+    except DataError as e:
+        raise ConfigError(f"{path}: it was exported for other spaces than this game has: {e}") from None
+    policy = Policy(layout, make_rule(rules[0]))
+    return ActingPolicy(engine, policy, engine.initial_state if remembers else None, SAMPLE)
 
 
 def random_observations(spec: EnvSpec, count: int) -> Any:

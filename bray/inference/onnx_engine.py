@@ -71,6 +71,15 @@ class OnnxEngine:
         named = dict(zip(self._out_names, values, strict=True))
         return tree.map(named.__getitem__, self.signature.outputs)
 
+    def initial_state(self, rows: int) -> Any:
+        """Of a Model with memory: what it remembers before it has seen anything, zeros."""
+
+        def zeros(name: str | None) -> np.ndarray:
+            dtype, shape = ("float32", ()) if name is None else self._declared[name]  # None: the graph does not read it
+            return np.zeros((rows, *shape[1:]), dtype)
+
+        return tree.map(zeros, self.signature.inputs[1])
+
     def _run_bound(self, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
         """With weights as inputs: they and the outputs stay bound, which saves 30 % of a small forward."""
         arrays = {

@@ -10,7 +10,7 @@ way.
 """
 
 from bray.league.league import Job, League, Outcome, PlayerRef, Snapshot, read_league
-from bray.league.log import IN_RUN, ResultLog
+from bray.league.log import IN_RUN, OUTSIDE, Event, ResultLog
 from bray.league.matches import Matches, Verdict
 from bray.league.matchmaking import pfsp
 from bray.league.payoff import Payoff
@@ -20,6 +20,8 @@ from bray.league.ratings import Rating, elo, fit_elo, rate
 __all__ = [
     "IN_RUN",
     "KINDS",
+    "OUTSIDE",
+    "Event",
     "Job",
     "League",
     "Matches",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from bray.errors import ConfigError, DataError, UnknownName
-from bray.league.log import Event, ResultLog
+from bray.league.log import OUTSIDE, Event, ResultLog
 from bray.league.payoff import DRAW, LOSS, WIN, Payoff, Record
 from bray.league.players import Player, PlayerRef, kind_of
 from bray.league.ratings import TAU, Rating, fit_elo, rate
@@ -379,6 +379,16 @@ class League:
         self._next = (max(seen, default=-1) // _BLOCK + 1) * _BLOCK
         return seen
 
+    def read_outside(self, log: ResultLog) -> None:
+        """Results of players from outside: each says how strong those are. The players of the league keep the ratings
+        that games among themselves have given them."""
+        own = list(self.ratings)
+        for event in log.read():
+            self._fold_result(event)
+            for number in {self._by_name[name] for name in event.seats.values()}:
+                if number < len(own):
+                    self.ratings[number] = own[number]
+
 
 def _plain(seats: Mapping[str, PlayerRef]) -> dict[str, str]:
     return {agent: str(ref) for agent, ref in seats.items()}
@@ -388,12 +398,15 @@ def _seats(seats: Mapping[str, str]) -> dict[str, PlayerRef]:
     return {agent: PlayerRef.parse(name) for agent, name in seats.items()}
 
 
-def read_league(path: str | Path) -> League:
-    """What a log says, to look at: nobody draws matches."""
+def read_league(path: str | Path, outside: bool = False) -> League:
+    """What a log says, to look at: nobody draws matches. `outside`: with players that were added to those of the
+    run."""
     if Path(path).parent.is_symlink():
         raise DataError(f"{Path(path).parent} is a link: only plain files inside of a run directory are read")
     if not Path(path).exists():
         raise DataError(f"{path} is missing: it is written where a policy plays itself (bray train --self-play)")
     league = League({}, (), ResultLog(path))
     league.restart()
+    if outside:
+        league.read_outside(ResultLog(Path(path).with_name(OUTSIDE)))
     return league

@@ -26,6 +26,8 @@ logger = logging.getLogger("bray")
 
 IN_RUN = "league/results.jsonl"
 """Where the log of a run is, in its directory."""
+OUTSIDE = "outside.jsonl"
+"""Beside it: results of players that a run does not have, which a resume does not cut off."""
 _KEPT = "the results so far are kept"
 MOST_LINE = 1 << 20
 """Bytes of a line."""

@@ -69,7 +69,8 @@ class SelfPlayConfig:
     strength; uniform = all alike."""
     opponents: list[str] = field(default_factory=lambda: ["random", "first"])
     """Whom an evaluation plays `eval_episodes` games each: random, first (the first snapshot), `module:function` with
-    `function(obs, rng) -> action`, openspiel:BOT (`openspiel:mcts(max_simulations=500)`), or another run directory."""
+    `function(obs, rng) -> action`, openspiel:BOT (`openspiel:mcts(max_simulations=500)`), another run directory, or an
+    exported model.onnx."""
 
     def __post_init__(self) -> None:
         check_fields(self, "run.self_play")

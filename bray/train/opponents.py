@@ -93,7 +93,9 @@ def load_opponent(name: str, spec: EnvSpec) -> ActingPolicy:
     if name.startswith(SPIEL):
         return replace(anybody, seats=partial(SpielBotSeats, bot=name.removeprefix(SPIEL)))
     if ":" not in name:
-        raise UnknownName("opponent", name, (RANDOM, FIRST), "or openspiel:BOT, module:function, a run directory")
+        raise UnknownName(
+            "opponent", name, (RANDOM, FIRST), "or openspiel:BOT, module:function, a run directory, model.onnx"
+        )
     function = load_named(name, "opponent", "run.self_play.opponents", {})
     if not callable(function):
         raise ConfigError(f"run.self_play.opponents: {name} is no function of (obs, rng)")

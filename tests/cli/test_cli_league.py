@@ -1,6 +1,7 @@
 """`bray league`, and serving a player of a run that plays itself."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from bray.client import ClientError
 from bray.config import to_plain
 from bray.envs.agent_games import Nim
 from bray.inference.torch_engine import load_weights
-from bray.league import IN_RUN, read_league
+from bray.league import IN_RUN, OUTSIDE, read_league
+from bray.rundir import RunDir
 
 NIM = "bray.envs.agent_games:Nim"
 SMALL = {"rollout_length": 16, "epochs": 2, "minibatches": 2, "num_envs": 4, "iteration_steps": 100}
@@ -22,6 +24,17 @@ def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("league") / "run"
     with bray.Experiment("PPO", NIM, path=path, self_play={"snapshot_every": 150}, eval_freq=4, **SMALL) as exp:
         exp.fit({"env_steps_total": 1500}, progress=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def carts(tmp_path_factory):
+    """A run of another environment, and beside it the file that was exported from it."""
+    path = tmp_path_factory.mktemp("carts") / "carts"
+    with bray.Experiment("PPO", "CartPole-v1", path=path, fcnet_hiddens=[8], **SMALL) as exp:
+        exp.save()
+    assert main(["export", str(path)]) == 0
+    shutil.copy(path / "models" / "default" / "model.onnx", f"{path}.onnx")
     return path
 
 
@@ -61,6 +74,64 @@ def test_two_players_play(run, capsys):
     assert main(["league", str(run), "--play", "random", "random", "--games", "400"]) == 0
     share = float(capsys.readouterr().out.rpartition("turn: ")[2].partition("%")[0])
     assert share == pytest.approx(50, abs=10)
+
+
+def test_a_player_from_outside_is_ranked_among_those_of_the_run(run, tmp_path, capsys):
+    """Another run, and a file that was exported from one: by their own results, which change nobody's rating and
+    outlast a resume."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    shutil.copytree(run, home, symlinks=True)
+    with bray.Experiment("DQN", NIM, path=other, seed=3, num_envs=4, replay_size=500, fcnet_hiddens=[8]) as exp:
+        exp.fit({"env_steps_total": 200}, progress=False)
+    assert main(["export", str(home)]) == 0
+    exported = shutil.copy(home / "models" / "default" / "model.onnx", tmp_path / "pupil.onnx")
+    capsys.readouterr()
+    for name in (home, exported):  # the file answers as its run does
+        assert main(["league", str(home), "--play", str(name), "random", "--games", "40"]) == 0
+    one, two = (line.partition(": ")[2] for line in capsys.readouterr().out.splitlines())
+    assert one == two
+
+    before = read_league(home / IN_RUN)
+    assert main(["league", str(home), "--add", str(other), "--games", "6"]) == 0
+    assert main(["league", str(home), "--add", str(exported), "--name", "copied", "--games", "6"]) == 0
+    found = read_league(home / IN_RUN, outside=True)
+    outside = [ref for ref in found.refs if ref.side in ("other", "copied")]
+    versions = [RunDir.open(path).pointer("latest") for path in (other, home)]
+    assert [str(ref) for ref in outside] == [f"other@{versions[0]}", f"copied@{versions[1]}"]
+    for ref in outside:
+        met = [found.record(ref, one) for one in before.refs]
+        assert sum(record.games > 0 for record in met) == 8
+        assert found.record(ref, found.find("default")).games > 0
+        assert found.rating(ref).half < 300
+    assert [found.rating(ref) for ref in before.refs] == [before.rating(ref) for ref in before.refs]
+    assert read_league(home / IN_RUN).refs == before.refs  # whom a service may be asked for
+    with bray.Experiment.load(home) as exp:
+        exp.fit({"env_steps_total": 1700}, progress=False)
+    capsys.readouterr()
+    assert main(["league", str(home), "--top", "30"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == [str(outside[0])])
+    assert "from outside" in row
+    assert " 48 " in row
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--add", "nowhere"], "expected a run directory"),
+        (["--add", "random"], "expected a run directory"),
+        (["--add", "missing.onnx"], "missing.onnx is missing"),
+        (["--add", "HERE", "--name", "default"], "is a player of"),
+        (["--add", "HERE", "--name", "a@b"], "without @"),
+        (["--add", "CARTS"], "other spaces"),
+        (["--add", "CARTS.onnx"], "other spaces"),
+        (["--add", "HERE", "--play", "default", "random"], "give one of them"),
+    ],
+)
+def test_who_cannot_be_added(run, carts, words, message, capsys):
+    words = [w.replace("HERE", str(run)).replace("CARTS", str(carts)) for w in words]
+    assert main(["league", str(run), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (run / IN_RUN).with_name(OUTSIDE).exists()
 
 
 @pytest.mark.parametrize(
@@ -104,11 +175,11 @@ def test_a_snapshot_answers_as_its_weights_do(run):
     """Any one, of a checkpoint or not."""
     with bray.Experiment.load(run) as exp:
         steps = [ref.step for ref in read_league(run / IN_RUN).past()]
-        assert not set(steps) <= set(bray.rundir.RunDir.open(run).steps())
+        assert not set(steps) <= set(RunDir.open(run).steps())
         seen = [exp.served.spec.observation.sample(np.random.default_rng(i)) for i in range(6)]
         asked = {"port": 0, "admin_port": 0, "block": False, "engine": "torch"}
         for step in (steps[0], steps[-2]):
-            load_weights(exp.served.model, bray.rundir.RunDir.open(run).load_weights(step))
+            load_weights(exp.served.model, RunDir.open(run).load_weights(step))
             expected = [int(exp.policy(obs)) for obs in seen]
             with exp.serve(**asked, versions={str(step): 1.0}) as server, bray.Client(port=server.port) as client:
                 client.start()
@@ -126,7 +197,7 @@ def test_a_session_asks_for_a_rating(run):
             other.start()
             for ref in [found.past()[0], found.past()[-2]]:
                 rating = found.rating(ref).elo
-                load_weights(exp.served.model, bray.rundir.RunDir.open(run).load_weights(ref.step))
+                load_weights(exp.served.model, RunDir.open(run).load_weights(ref.step))
                 expected = [int(exp.policy(obs)) for obs in seen]
                 with bray.Client(port=server.port) as client:
                     reply = client.start(data={"rating": rating + 1e-6})
