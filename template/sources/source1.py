@@ -1,4 +1,4 @@
-"""Where demonstrations come from: episodes that `bray collect` wrote."""
+"""Where demonstrations come from: episodes that `bray collect` or `bray record` wrote."""
 
 from __future__ import annotations
 

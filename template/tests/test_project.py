@@ -270,10 +270,22 @@ def test_reinforcement_makes_good_moves_likely_and_ignores_rows_without_weight(n
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for _ in range(5):
         optimizer.zero_grad()
-        trainer.loss(replay).backward()
+        trainer.loss(replay, 0).backward()
         optimizer.step()
     assert set(model(replay["obs"])["dist"].argmax(-1).tolist()) == {2}
     assert numbers["loss/value"][-1] < numbers["loss/value"][0]
+
+
+def test_demonstrations_lose_their_weight_as_training_goes_on(numbers: dict[str, list[float]]):
+    torch.manual_seed(0)
+    config = config_of("sl_rl", demonstrations={"fade_steps": 100})
+    model, _ = build_model("model1", config)
+    obs = np.random.default_rng(0).integers(0, 255, (8, 5, 7, 7), np.uint8)
+    trainer = sl_rl_trainer.Trainer1("trainer1", config, model)
+    replay = trainer.handle({"obs": torch.from_numpy(obs), "action": torch.arange(8) % 4})
+    whole, part, none = (float(trainer.loss(replay, step).detach()) for step in (0, 75, 200))
+    assert (part, none) == (pytest.approx(0.25 * whole), 0.0)
+    assert numbers["loss/imitation_weight"] == [1.0, 0.25, 0.0]
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

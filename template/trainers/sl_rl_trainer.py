@@ -1,4 +1,5 @@
-"""Imitation and reinforcement together: batches come from two buffers, and each is learnt from in its own way."""
+"""Imitation and reinforcement together: batches come from two buffers, and each is learnt from in its own way. The
+weight of imitation fades: demonstrations show the way, and the games that are played show a better one."""
 
 from __future__ import annotations
 
@@ -18,12 +19,17 @@ class Trainer1(bray.Trainer):
     def __init__(self, name: str, config: dict[str, Any], model: nn.Module):
         self.model = model
         self.imitation = sl_trainer.Trainer1(name, config, model)
+        self.fade_steps = config["demonstrations"]["fade_steps"]
 
     def handle(self, replay: bray.NestedArray) -> bray.NestedArray:
         return replay if "advantage" in replay else self.imitation.handle(replay)
 
-    def loss(self, replay: bray.NestedArray) -> Tensor:
-        return self.reinforcement(replay) if "advantage" in replay else self.imitation.loss(replay)
+    def loss(self, replay: bray.NestedArray, step: int) -> Tensor:
+        if "advantage" in replay:
+            return self.reinforcement(replay)
+        weight = 1.0 if self.fade_steps is None else max(0.0, 1.0 - step / self.fade_steps)
+        bray.merge("loss/imitation_weight", weight)
+        return weight * self.imitation.loss(replay)
 
     def reinforcement(self, replay: bray.NestedArray) -> Tensor:
         """PPO's loss of a batch of rows that agents pushed. Rows of weight 0 are final observations: nothing was
