@@ -15,7 +15,7 @@ those in which one side wins what the other loses, or of one player.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,19 @@ NOT_TRIED, GAME_OVER = -1, -2
 Evaluated = tuple[np.ndarray, np.ndarray]
 """Of positions: prior `[n, actions]` (0 where illegal, else what adds up to 1), value `[n]`."""
 Evaluating = Generator[list[Any], Evaluated, np.ndarray]
+
+
+class Ends(NamedTuple):
+    """What is behind `[n]` edges."""
+
+    reward: np.ndarray
+    """Of the step there, for who takes it."""
+    over: np.ndarray
+    """Whether the game ends with it."""
+    mover: np.ndarray
+    prior: np.ndarray
+    value: np.ndarray
+    """As its mover values it."""
 
 
 class Trees:
@@ -47,14 +60,7 @@ class Trees:
         self.size = np.zeros(games, np.int64)
         self.paths = np.zeros((0, 2, 2), np.int32)
 
-    def add(self, game: int, mover: int, prior: np.ndarray) -> int:
-        """A node; its number."""
-        node = int(self.size[game])
-        self.mover[game, node], self.prior[game, node] = mover, prior
-        self.size[game] += 1
-        return node
-
-    def descend(self, leaves: int, simulations: int) -> tuple[list[list[int]], list[int]]:
+    def descend(self, leaves: int, simulations: int) -> tuple[np.ndarray, np.ndarray]:
         """`leaves` descents in each game, or fewer where more would be beyond so many simulations: [descent, game,
         node, action] of each edge that nobody has tried, and the lengths of the ways there. Descents that end a game
         have been counted already."""
@@ -63,12 +69,18 @@ class Trees:
             self.paths = np.zeros((games * leaves, nodes, 2), np.int32)
         edges = self.visits, self.total, self.prior, self.reward, self.behind, self.mover
         found, lengths = _descend(*edges, self.paths, leaves, simulations, self.c, self.puct)
-        return found.tolist(), lengths.tolist()
+        return found, lengths
 
-    def back_up(self, game: int, descent: int, length: int, value: float) -> None:
-        """What was found at the end of a descent, as its mover values it, for all edges on the way."""
-        edges = self.visits, self.total, self.reward, self.mover, self.behind
-        _back_up(*edges, self.paths, game, descent, length, value)
+    def plant(self, movers: Sequence[int], priors: np.ndarray) -> None:
+        """The root of each game."""
+        self.mover[:, 0], self.prior[:, 0] = movers, priors
+        self.size[:] = 1
+
+    def expand(self, found: np.ndarray, lengths: np.ndarray, ends: Ends) -> list[int]:
+        """What is behind edges that `descend` found, and what that is worth, for all edges on the way there. The
+        number of each new node; -1 where the game is over, or where an earlier one of these came to the same edge."""
+        edges = self.visits, self.total, self.reward, self.mover, self.behind, self.prior, self.size
+        return _expand(*edges, self.paths, found, lengths, *ends).tolist()
 
 
 def _descend(
@@ -149,8 +161,39 @@ def _back_up_edges(
         total[game, node, action] += 1.0 + value
 
 
+def _expand(
+    visits: Any,
+    total: Any,
+    reward: Any,
+    mover: Any,
+    behind: Any,
+    prior: Any,
+    size: Any,
+    paths: Any,
+    found: Any,
+    lengths: Any,
+    rewards: Any,
+    over: Any,
+    movers: Any,
+    priors: Any,
+    values: Any,
+) -> Any:
+    nodes = np.full(len(found), -1, np.int64)
+    for i in range(len(found)):
+        descent, game, node, action = found[i, 0], found[i, 1], found[i, 2], found[i, 3]
+        reward[game, node, action] = rewards[i]
+        if over[i]:
+            behind[game, node, action] = GAME_OVER
+        elif behind[game, node, action] == NOT_TRIED:
+            new = nodes[i] = size[game]
+            behind[game, node, action], mover[game, new], prior[game, new] = new, movers[i], priors[i]
+            size[game] += 1
+        _back_up(visits, total, reward, mover, behind, paths, game, descent, lengths[i], values[i])
+    return nodes
+
+
 _back_up = compiled(_back_up_edges)
-_descend = compiled(_descend)
+_descend, _expand = compiled(_descend), compiled(_expand)
 
 
 def grow(trees: Trees, roots: Sequence[Any], priors: np.ndarray, simulations: int, leaves: int = 1) -> Evaluating:
@@ -159,29 +202,23 @@ def grow(trees: Trees, roots: Sequence[Any], priors: np.ndarray, simulations: in
     Yields positions and is sent what they are worth. `leaves` of each game come at a time: the later ones are chosen
     before the earlier are known (virtual loss)."""
     places: list[list[Any]] = [[root] for root in roots]
-    for game, root in enumerate(roots):
-        trees.add(game, root.mover, priors[game])
-    left = True
-    while left:
+    trees.plant([root.mover for root in roots], priors)
+    while (trees.visits[:, 0].sum(-1) < simulations).any():
         found, lengths = trees.descend(leaves, simulations)
-        asked, waiting = [], []
-        for (descent, game, node, action), length in zip(found, lengths, strict=True):
-            reward, position = places[game][node].after(action)
-            trees.reward[game, node, action] = reward
-            if position is None:
-                trees.behind[game, node, action] = GAME_OVER
-                trees.back_up(game, descent, length, 0.0)
-            else:
-                asked.append(position)
-                waiting.append((game, node, action, descent, length))
-        if asked:
-            prior, value = yield asked
-            for (game, node, action, descent, length), position, p, v in zip(
-                waiting, asked, prior, value.tolist(), strict=True
-            ):
-                if trees.behind[game, node, action] == NOT_TRIED:  # else another descent of this round came here too
-                    trees.behind[game, node, action] = trees.add(game, position.mover, p)
-                    places[game].append(position)
-                trees.back_up(game, descent, length, v)
-        left = bool((trees.visits[:, 0].sum(-1) < simulations).any())
+        if not len(found):
+            continue  # all of them ended a game
+        edges = found.tolist()
+        rewards, after = zip(*[places[game][node].after(action) for _, game, node, action in edges], strict=True)
+        ends = Ends(np.array(rewards, float), np.array([p is None for p in after]), *_zeros(len(edges), priors))
+        if asked := [position for position in after if position is not None]:
+            goes_on = ~ends.over
+            ends.mover[goes_on] = [position.mover for position in asked]
+            ends.prior[goes_on], ends.value[goes_on] = yield asked
+        for (_, game, _, _), position, new in zip(edges, after, trees.expand(found, lengths, ends), strict=True):
+            if new >= 0:
+                places[game].append(position)
     return trees.visits[:, 0].copy()
+
+
+def _zeros(n: int, priors: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return np.zeros(n, np.int32), np.zeros((n, priors.shape[1])), np.zeros(n)

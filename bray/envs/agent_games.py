@@ -205,53 +205,62 @@ class Nim(MultiAgentEnv):
 
 
 class ConnectFour(MultiAgentEnv):
-    """Two players drop stones into seven columns of six; four in a row win 1, and the other loses 1. Observations and
-    actions are those of `openspiel:connect_four`. A board is one number with a bit for each cell, column by column with
-    an empty cell on top, so that a copy and a look for four in a row are a few operations."""
+    """Two players drop stones into seven columns of six; four in a row win 1, and the other loses 1. Actions are those
+    of `openspiel:connect_four`; a player sees three planes: own stones, empty cells, and those of the other, the lowest
+    row first. For a quick look at four in a row the stones of a player are one number as well, with a bit for each
+    cell, column by column with an empty cell on top. Nothing is changed in place, so that a copy shares all of it."""
 
     max_moves = 42
-    _CELLS = np.array([[[64 * player + 7 * x + y for x in range(7)] for y in range(6)] for player in (0, 1)])
 
     def __init__(self) -> None:
         self.possible_agents = ["player_0", "player_1"]
         seen = spaces.Dict({"obs": spaces.Box(0, 1, (3, 6, 7), np.uint8), ACTION_MASK: spaces.Box(0, 1, (7,), np.int8)})
         self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
         self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(7))
-        self._boards, self._moves = [0, 0], 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._planes = np.zeros((3, 6, 7), np.uint8)  # as who moves next sees them
+        self._planes[1] = 1
+        self._mine = self._theirs = self._moves = 0
 
     def clone(self) -> ConnectFour:
-        other: ConnectFour = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._boards = self._boards.copy()
+        other: ConnectFour = object.__new__(type(self))  # copy.copy takes six times as long
+        other.__dict__ = self.__dict__.copy()
         return other
 
-    def _seen(self) -> dict[str, np.ndarray]:
-        mine, theirs = self._boards
-        cells = np.frombuffer((mine | theirs << 64).to_bytes(16, "little"), np.uint8)
-        board = np.empty((3, 6, 7), np.uint8)
-        board[:2] = np.unpackbits(cells, bitorder="little")[self._CELLS]
-        board[2] = 1 - board[0] - board[1]
-        return {"obs": board, ACTION_MASK: board[2, 5].view(np.int8)}
-
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
-        self._boards, self._moves = [0, 0], 0
-        return {self.possible_agents[0]: self._seen()}, {}
+        self._begin()
+        return {self.possible_agents[0]: _with_columns(self._planes)}, {}
 
     def step(self, actions: Agents) -> StepOfAgents:
         turn = self._moves & 1
         player, other = self.possible_agents[turn], self.possible_agents[1 - turn]
-        column, taken = int(actions[player]), self._boards[0] | self._boards[1]
-        stone = (taken + (1 << 7 * column)) & (0b111111 << 7 * column)  # the lowest empty cell: adding 1 carries to it
-        if not stone & ~taken:
+        column, taken = int(actions[player]), self._mine | self._theirs
+        cells = taken + (1 << 7 * column)  # adding 1 carries to the lowest empty cell of the column
+        stone = cells & (0b111111 << 7 * column) & ~taken
+        if not stone:
             raise EnvError(f"column {column} is full")
-        board = self._boards[turn] = self._boards[turn] | stone & ~taken
+        row = stone.bit_length() - 1 - 7 * column
+        board = self._mine | stone
+        self._mine, self._theirs = self._theirs, board
+        self._planes = self._planes[::-1].copy()
+        self._planes[1, row, column], self._planes[2, row, column] = 0, 1
         self._moves += 1
-        won = any((pairs := board & board >> by) & pairs >> 2 * by for by in (1, 6, 7, 8))
+        won = False
+        for by in (1, 6, 7, 8):
+            pairs = board & board >> by
+            won = won or pairs & pairs >> 2 * by != 0
         if not won and self._moves < self.max_moves:
-            return {other: self._seen()}, {player: 0.0}, {ALL: False}, {ALL: False}, {}
-        seen = self._seen()
+            return {other: _with_columns(self._planes)}, {player: 0.0}, {ALL: False}, {ALL: False}, {}
+        seen = {player: _with_columns(self._planes[::-1].copy()), other: _with_columns(self._planes)}
         rewards = {player: float(won), other: -float(won)}
-        return {player: seen, other: seen}, rewards, dict.fromkeys((player, other, ALL), True), {ALL: False}, {}
+        return seen, rewards, dict.fromkeys((player, other, ALL), True), {ALL: False}, {}
+
+
+def _with_columns(planes: np.ndarray) -> dict[str, np.ndarray]:
+    """What a player of Connect Four sees, and which columns are not full."""
+    return {"obs": planes, ACTION_MASK: planes[1, 5].view(np.int8)}
 
 
 class Weather(MultiAgentEnv):
