@@ -80,7 +80,8 @@ class Trees:
         """What is behind edges that `descend` found, and what that is worth, for all edges on the way there. The
         number of each new node; -1 where the game is over, or where an earlier one of these came to the same edge."""
         edges = self.visits, self.total, self.reward, self.mover, self.behind, self.prior, self.size
-        return _expand(*edges, self.paths, found, lengths, *ends).tolist()
+        nodes: list[int] = _expand(*edges, self.paths, found, lengths, *ends).tolist()
+        return nodes
 
 
 def _descend(

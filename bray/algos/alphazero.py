@@ -32,7 +32,7 @@ from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses
-from bray.spec import MOVES, EnvSpec
+from bray.spec import ACTION_MASK, MOVES, EnvSpec
 
 DEFAULTS = {"env": {"num_envs": 16, "moves": True}}
 """Positions of many games are evaluated together; a search begins where the moves have led."""
@@ -60,6 +60,9 @@ class Config:
     """Learning rate of Adam; a number or a schedule over env steps."""
     weight_decay: Amount = 1e-4
     """Of all weights, per step and by the learning rate (AdamW)."""
+    mirror: bool = False
+    """Learn every second position of a batch as a mirror shows it, left and right exchanged: for games on boards whose
+    actions are the columns, or the cells row by row, and that are the same game then. Twice as many positions."""
     value_coef: Amount = 1.0
     """Weight of the value loss."""
     replay_size: Count = 50_000
@@ -208,7 +211,25 @@ class Learner(base.Learner):
         self.optimizer = Optimizer(
             self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, weight_decay=c.weight_decay
         )
+        seen = {name: part.shape for name, part in self.spec.observation.items if name not in (MOVES, ACTION_MASK)}
+        if c.mirror and not all(len(shape) > 1 and self._is_board(shape) for shape in seen.values()):
+            raise ConfigError(
+                f"mirror: expected observations that are boards whose columns or cells are the {self.layout.num_params} "
+                f"actions, got {seen}: set mirror=false"
+            )
         return {"optimizer": self.optimizer}
+
+    def _is_board(self, shape: tuple[int, ...]) -> bool:
+        return self.layout.num_params in (shape[-1], shape[-2] * shape[-1])
+
+    def prepare(self, data: dict[str, Any]) -> dict[str, Any]:
+        if not self.config.mirror:
+            return data
+        boards = {name: x for name, x in data["obs"].items() if name not in (MOVES, ACTION_MASK)}
+        width = next(iter(boards.values())).shape[-1]
+        boards = {name: _mirrored(x, width) for name, x in boards.items()}
+        by_action = {name: _mirrored(x, width) for name, x in data["obs"].items() if name == ACTION_MASK}
+        return {**data, "obs": data["obs"] | boards | by_action, "pi": _mirrored(data["pi"], width)}
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
         self.optimizer.set_lr(self.lr(clock.env_steps))
@@ -232,3 +253,10 @@ class Learner(base.Learner):
         target_entropy = -(pi * pi.clamp(min=1e-12).log()).sum(-1).mean()
         numbers = {"policy_loss": policy_loss, "value_loss": value_loss, "target_entropy": target_entropy}
         return Update.of(numbers | {"grad_norm": grad_norm})
+
+
+def _mirrored(x: np.ndarray, width: int) -> np.ndarray:
+    """Every second row with the columns of its board in reverse order."""
+    out = x.reshape(len(x), -1, width).copy()
+    out[1::2] = out[1::2, :, ::-1]
+    return out.reshape(x.shape)

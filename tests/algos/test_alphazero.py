@@ -1,5 +1,6 @@
 """AlphaZero: the search against a recursion, what is kept and learnt, positions of games, serving, resume."""
 
+import copy
 import json
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import bray
+from bray import tree
 from bray.act import GREEDY, SAMPLE, TRAINED, Clock, Tick, decide_now
 from bray.act.tree_search import GAME_OVER, NOT_TRIED, Trees, grow
 from bray.algos import alphazero
@@ -376,6 +378,35 @@ def test_the_loss_equals_a_float64_loop():
     with torch.no_grad():  # the moves are for the search
         again, changed = (model({k: torch.from_numpy(x) for k, x in o.items()}) for o in (batch["obs"], moved))
     assert torch.equal(again["dist"], changed["dist"])
+
+@pytest.mark.parametrize("make", [ConnectFour, OpenSpiel("tic_tac_toe")])
+def test_every_second_position_is_learnt_as_in_a_mirror(make):
+    """What the mirror shows is what the game would have been, played in it."""
+    spec = spec_of(make) if make is ConnectFour else spec_of("openspiel:tic_tac_toe")
+    config, known = alphazero.Config(mirror=True), KnownPositions(make)
+    model = alphazero.make_model(config, spec, ModelConfig(**SMALL))
+    learner = alphazero.Learner(config, spec, model, ModelConfig(**SMALL), 0, False)
+    width = 7 if make is ConnectFour else 3
+    played = [2, 1, 2, 0, 6, 1] if make is ConnectFour else [2, 1, 5]
+    mirrored = [move - move % width + width - 1 - move % width for move in played]
+    at, there = (known.at(np.array([*moves, -1], np.int16)) for moves in (played, mirrored))
+    batch = {
+        "obs": {k: np.stack([x, x]) for k, x in at.obs.items()} | {MOVES: np.array([[*played, -1]] * 2)},
+        "pi": np.stack([np.arange(len(at.mask), dtype=np.float32)] * 2),
+        "outcome": np.array([1, -1], np.float32),
+    }
+    given = copy.deepcopy(batch)
+    learnt = learner.prepare(batch)
+    for name in ("obs", "action_mask"):
+        np.testing.assert_array_equal(learnt["obs"][name], np.stack([at.obs[name], there.obs[name]]))
+    actions = np.arange(len(at.mask))
+    np.testing.assert_array_equal(learnt["pi"][1], actions - actions % width + width - 1 - actions % width)
+    np.testing.assert_array_equal(learnt["pi"][0], actions)
+    assert tree.equal(batch, given)  # the replay's own
+    with pytest.raises(ConfigError, match="set mirror=false"):
+        nim = spec_of(Nim)
+        model = alphazero.make_model(config, nim, ModelConfig(**SMALL))
+        alphazero.Learner(config, nim, model, ModelConfig(**SMALL), 0, False)
 
 
 def test_a_run_goes_on_exactly_is_evaluated_and_served(tmp_path):
