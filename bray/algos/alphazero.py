@@ -214,8 +214,8 @@ class Learner(base.Learner):
         seen = {name: part.shape for name, part in self.spec.observation.items if name not in (MOVES, ACTION_MASK)}
         if c.mirror and not all(len(shape) > 1 and self._is_board(shape) for shape in seen.values()):
             raise ConfigError(
-                f"mirror: expected observations that are boards whose columns or cells are the {self.layout.num_params} "
-                f"actions, got {seen}: set mirror=false"
+                f"mirror: expected observations that are boards of {self.layout.num_params} columns or cells, as many "
+                f"as there are actions, got {seen}: set mirror=false"
             )
         return {"optimizer": self.optimizer}
 

@@ -379,6 +379,7 @@ def test_the_loss_equals_a_float64_loop():
         again, changed = (model({k: torch.from_numpy(x) for k, x in o.items()}) for o in (batch["obs"], moved))
     assert torch.equal(again["dist"], changed["dist"])
 
+
 @pytest.mark.parametrize("make", [ConnectFour, OpenSpiel("tic_tac_toe")])
 def test_every_second_position_is_learnt_as_in_a_mirror(make):
     """What the mirror shows is what the game would have been, played in it."""
@@ -403,9 +404,9 @@ def test_every_second_position_is_learnt_as_in_a_mirror(make):
     np.testing.assert_array_equal(learnt["pi"][1], actions - actions % width + width - 1 - actions % width)
     np.testing.assert_array_equal(learnt["pi"][0], actions)
     assert tree.equal(batch, given)  # the replay's own
+    nim = spec_of(Nim)
+    model = alphazero.make_model(config, nim, ModelConfig(**SMALL))
     with pytest.raises(ConfigError, match="set mirror=false"):
-        nim = spec_of(Nim)
-        model = alphazero.make_model(config, nim, ModelConfig(**SMALL))
         alphazero.Learner(config, nim, model, ModelConfig(**SMALL), 0, False)
 
 
