@@ -403,6 +403,29 @@ class ActionLayout:
 
         return build(self.space)
 
+    def from_env(self, action: Any) -> np.ndarray:
+        """The inverse of `to_env`: actions as the environment takes them, flat, as a learner wants them."""
+        columns: list[np.ndarray] = []
+
+        def walk(space: Space, x: Any) -> None:
+            if space.parts:
+                for i, (name, part) in enumerate(space.items):
+                    walk(part, x[name if space.kind == "dict" else i])
+                return
+            flat = np.asarray(x).reshape(len(x), -1)
+            if space.n:
+                flat = flat - np.asarray(space.start)
+            elif space.kind == "box":
+                low, high = (bound.reshape(-1) for bound in space.bounds())
+                bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
+                low, width = np.where(bounded, low, 0.0), np.where(bounded, high, 1.0) - np.where(bounded, low, 0.0)
+                flat = np.where(bounded, 2.0 * (flat - low) / width - 1.0, flat)
+            columns.append(flat)
+
+        walk(self.space, action)
+        out = np.concatenate(columns, 1).astype(self.dtype)
+        return out[:, 0] if self.single else out
+
 
 def _mask_leaves(space: Space | None, mask: Any) -> Iterator[Any]:
     """The arrays of a mask in the order of the parts of the action."""

@@ -113,6 +113,8 @@ DQN_MASKED = {
 LATE = {"learning_starts": 5_000}
 CHAIN = {"num_envs": 8, "rollout_length": 128, "minibatches": 16}
 CAR = {"normalize_observations": False, "normalize_rewards": False, "entropy_coef": 0.0}
+BALANCE = {"expert": "benchmarks.learning.demos:balance"}
+"""The script that also made cartpole-expert; it is asked 5,000 times, as often as that data set has steps."""
 SQIL = {"share": 0.5, "lr": 1e-3, "tau": 0.01, "fcnet_hiddens": [128, 128], "fcnet_activation": "relu"}
 R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 
@@ -240,6 +242,7 @@ CASES = {
     "gail-cartpole": Case(
         "GAIL", "CartPole-v1", 400, 50_000, 5, 3, {"share": 0.5}, "end above", data="cartpole-expert"
     ),
+    "dagger-cartpole": Case("DAgger", "CartPole-v1", 450, 5_000, 2, 3, BALANCE, "end above"),
     "bc-cartpole-replay": Case("BC", "CartPole-v1", 300, 5_000, 10, 3, data="cartpole-replay", must="stay below"),
     "iql-cartpole-replay": Case("IQL", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay", must="end above"),
     "cql-cartpole-replay": Case("CQL-Discrete", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay"),

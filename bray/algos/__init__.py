@@ -60,6 +60,7 @@ ALGORITHMS: dict[str, Any] = {
     "SQIL": "bray.algos.sqil",
     "SQIL-Discrete": "bray.algos.sqil_discrete",
     "GAIL": "bray.algos.gail",
+    "DAgger": "bray.algos.dagger",
 }
 _ELSEWHERE = {
     **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),

@@ -170,6 +170,7 @@ ASKS: dict[str, Ask] = {
     "live.tls_key": Ask("read", When.TRAINS, _given),
     "live.spec": Ask("read", When.TRAINS, _given),
     "data.files": Ask("read", When.TRAINS, _given),
+    "algo.expert": Ask("import, read or connect to its expert,", When.TRAINS, _given),
 }
 """Keys of a run's config that make a process import, connect, listen, or read and write elsewhere."""
 HARMLESS = {
@@ -202,7 +203,7 @@ HARMLESS = {
     "data": "epochs obs actions skip_broken share memory_mb",
 }
 """All other keys, by section: numbers, choices and names that Bray looks up in its own tables. The `algo` section has
-no texts: a test looks."""
+no texts but those of `ASKS`: a test looks."""
 
 
 def named(config: Mapping[str, Any], path: str | Path = "", when: frozenset[When] = frozenset(When)) -> list[Asked]:

@@ -16,7 +16,7 @@ from bray.data.piece import Piece
 from bray.data.sources import DataSet, open_data
 from bray.envs.vector import VecEnv
 from bray.errors import ConfigError
-from bray.spec import ActionLayout, Space
+from bray.spec import ActionLayout
 from bray.train.callbacks import CallbackList
 
 
@@ -168,7 +168,7 @@ def episode_piece(episode: Mapping[str, Any], stream: int = 0, layout: ActionLay
     """An episode of a trajectory file as a piece of one game."""
     n = len(episode["reward"])
     if layout is not None:
-        episode = {**episode, "action": flat_action(layout, episode["action"])}
+        episode = {**episode, "action": layout.from_env(episode["action"])}
 
     def column(x: Any) -> Any:
         return tree.map(lambda leaf: np.asarray(leaf)[:, None], x)
@@ -183,27 +183,3 @@ def episode_piece(episode: Mapping[str, Any], stream: int = 0, layout: ActionLay
         extras={k: column(tree.index(v, slice(0, n))) for k, v in episode.items() if k not in names},
         stream=np.array([stream]),
     )
-
-
-def flat_action(layout: ActionLayout, action: Any) -> np.ndarray:
-    """Actions as the environment takes them, `[N, ...]`, as a learner wants them: the inverse of `layout.to_env`."""
-    columns: list[np.ndarray] = []
-
-    def walk(space: Space, x: Any) -> None:
-        if space.parts:
-            for i, (name, part) in enumerate(space.items):
-                walk(part, x[name if space.kind == "dict" else i])
-            return
-        flat = np.asarray(x).reshape(len(x), -1)
-        if space.n:
-            flat = flat - np.asarray(space.start)
-        elif space.kind == "box":
-            low, high = (bound.reshape(-1) for bound in space.bounds())
-            bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
-            low, width = np.where(bounded, low, 0.0), np.where(bounded, high, 1.0) - np.where(bounded, low, 0.0)
-            flat = np.where(bounded, 2.0 * (flat - low) / width - 1.0, flat)
-        columns.append(flat)
-
-    walk(layout.space, action)
-    out = np.concatenate(columns, 1).astype(layout.dtype)
-    return out[:, 0] if layout.single else out

@@ -18,8 +18,20 @@ from tests.ray_for_tests import opened
 from tests.trainer_for_tests import Given, MemoryModel, Regression, learner_drive, setup_of, transitions
 
 CONTINUOUS = ("SAC", "CrossQ", "DDPG", "TD3", "TD3+BC", "CQL", "SQIL")
-WITHOUT_PRESET = ("BC", "MARWIL", "TD3+BC", "IQL", "CQL", "CQL-Discrete", "DQfD", "SQIL", "SQIL-Discrete", "GAIL")
-"""They learn from files, for which there are none."""
+WITHOUT_PRESET = (
+    "BC",
+    "MARWIL",
+    "TD3+BC",
+    "IQL",
+    "CQL",
+    "CQL-Discrete",
+    "DQfD",
+    "SQIL",
+    "SQIL-Discrete",
+    "GAIL",
+    "DAgger",
+)
+"""They learn from files or an expert, for which there are none."""
 SPREAD = "pettingzoo:mpe2.simple_spread_v3"
 TEAMS = dict.fromkeys(("QMIX", "VDN"), "bray.envs.agent_games:TwoStep")
 TEAMS |= dict.fromkeys(("MADDPG", "COMA", "ATOC"), SPREAD)

@@ -97,6 +97,8 @@ def a_row_of(name, path):
         write_episodes((data := path.parent / "data") / "episodes", [an_episode(env)])
     if name in ("SQIL", "SQIL-Discrete", "GAIL"):
         config["share"] = 0.5
+    elif name == "DAgger":
+        config["expert"] = "benchmarks.learning.demos:balance"
     exp = Experiment(name, env, data=data, use_preset=False, path=path, config=config)
     read_first = data is not None and "share" not in config
     *_, row = exp.train(stop={"training_iteration": 2 if read_first else 1})
