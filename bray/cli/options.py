@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from bray.config.declare import Amount, Count, Flag, Port, Share, Whole
+from bray.config.declare import Amount, Count, Flag, Port, Positive, Share, Whole
 from bray.log_format import LogFormat
 
 RunDirectory = Annotated[Path, Flag(metavar="RUN_DIR", argument=True)]
@@ -192,6 +192,19 @@ class Submit(Options):
     """Write it here; without it, NAME.sbatch, .yaml or .sh."""
     start: bool = False
     """Hand it to the scheduler: sbatch, kubectl apply or bash."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work(Reading):
+    """Play for a training that exchanges files in a shared directory (`bray train --exchange DIR`).
+
+    Any number of them may come and go, before the training begins and while it is at work. See docs/scaling.md.
+    """
+
+    path: Annotated[Path, Flag(metavar="DIR", argument=True)]
+    """The directory."""
+    wait_s: Positive = 600.0
+    """Seconds without a training, or with one that takes nothing, after which it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -655,6 +668,7 @@ COMMANDS: dict[str, tuple[type[Options], str]] = {
     "train": (Train, "bray.cli.train:train"),
     "tune": (Tune, "bray.cli.tune:tune"),
     "submit": (Submit, "bray.cli.submit:submit"),
+    "work": (Work, "bray.cli.work:work"),
     "eval": (Eval, "bray.cli.evaluate:evaluate"),
     "exploitability": (Exploitability, "bray.cli.exploitability:exploitability"),
     "collect": (Collect, "bray.cli.collect:collect"),

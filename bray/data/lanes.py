@@ -18,13 +18,14 @@ AHEAD = 4
 class Lanes:
     """`add` pieces of worker w, `take` them side by side, each worker in columns of its own.
 
-    Where a worker is too far behind, or was replaced, its columns have a gap: rows that are not valid and show its last
-    observation. The row before the gap so has its successor, and sums of rewards end there.
+    Where a worker is too far behind, was replaced or has left, its columns have a gap: rows that are not valid and show
+    its last observation. The row before the gap so has its successor, and sums of rewards end there.
     """
 
     def __init__(self, workers: int):
         self._waiting: list[deque[Piece | None]] = [deque() for _ in range(workers)]
         self._last: list[Piece | None] = [None] * workers
+        self._absent: set[int] = set()
 
     def add(self, worker: int, piece: Piece) -> None:
         self._waiting[worker].append(piece)
@@ -33,10 +34,21 @@ class Lanes:
         """Its next piece does not continue its last one."""
         self._waiting[worker].append(None)
 
+    def leave(self, worker: int) -> None:
+        """It is not waited for until another one joins in its place."""
+        self.cut(worker)
+        self._absent.add(worker)
+
+    def join(self, worker: int) -> None:
+        self._absent.discard(worker)
+
+    def _all_here(self) -> bool:
+        return any(self._waiting) and all(mine or w in self._absent for w, mine in enumerate(self._waiting))
+
     def take(self) -> list[Piece]:
         """What can be put side by side now."""
         waiting, blocks = self._waiting, []
-        while all(waiting) or any(sum(piece is not None for piece in mine) > AHEAD for mine in waiting):
+        while self._all_here() or any(sum(piece is not None for piece in mine) > AHEAD for mine in waiting):
             row = [mine.popleft() if mine else None for mine in waiting]
             like = next((piece for piece in (*row, *self._last) if piece is not None), None)
             if like is None:

@@ -243,12 +243,18 @@ class Experiment:
             )
         if c["run"].num_learners > 1:
             odd = self.is_game or self.live or self.policies or "data" in c.sections or c["run"].output is not None
+            odd = odd or c["run"].exchange is not None
             if odd or c["env"].wait_num is not None or c["run"].cluster is not None:
                 raise ConfigError(
                     "run.num_learners: several learners are for one policy in environments of one agent on this "
                     "machine, not for games of several agents, live games, files, several policies, run.output, "
-                    "run.cluster or env.wait_num: leave it out"
+                    "run.cluster, run.exchange or env.wait_num: leave it out"
                 )
+        elif c["run"].exchange is not None and (self.is_game or self.live or self.from_files or self.policies):
+            raise ConfigError(
+                "run.exchange: workers elsewhere play for one policy in environments of one agent, not for games of "
+                "several agents, live games, files or several policies: leave it out"
+            )
         if self.is_game:
             setups = self.policies or {DEFAULT: Setup(self.algo, self.env_id, False, c)}
             home, learn = home_of(c["run"]), c["run"].policies_to_train

@@ -17,15 +17,21 @@ from bray.errors import CheckpointError, DataError, DiskFull
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def write_atomic(path: str | Path, data: bytes | str) -> None:
-    """Write a whole file or nothing: a temporary file beside it, synced, then renamed over it."""
+def write_atomic(path: str | Path, data: bytes | str, sync: bool = True) -> None:
+    """Write a whole file or nothing: a temporary file beside it, synced, then renamed over it. `sync`: whether it is on
+    disk when this returns."""
     path = Path(path)
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_synced(temp, data.encode() if isinstance(data, str) else data)
+        raw = data.encode() if isinstance(data, str) else data
+        if sync:
+            write_synced(temp, raw)
+        else:
+            temp.write_bytes(raw)
         os.replace(temp, path)
-        sync_dir(path.parent)
+        if sync:
+            sync_dir(path.parent)
     except BaseException as e:
         with contextlib.suppress(OSError):
             os.unlink(temp)

@@ -153,6 +153,7 @@ ASKS: dict[str, Ask] = {
     "model.loss_terms": Ask(_IMPORT, When.MADE, _each_code),
     "run.cluster": Ask("start, or connect to,", When.TRAINS, _ray),
     "run.address": Ask("connect to Ray at", When.TRAINS, _given),
+    "run.exchange": Ask("exchange files with workers in", When.TRAINS, _given),
     "run.output": Ask("write to", When.TRAINS, _given),
     "run.track": Ask("send results to", When.TRAINS, _given),
     "live.host": Ask(_LISTEN, When.TRAINS, _given),

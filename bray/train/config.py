@@ -155,6 +155,16 @@ class RunConfig:
     is given, else local."""
     address: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
     """Address of the Ray cluster on which workers run, as `ray start --head` shows it."""
+    exchange: Annotated[
+        str | None,
+        Flag(metavar="DIR"),
+        Needs("num_workers"),
+        Excludes("cluster"),
+        Excludes("address"),
+        Excludes("output"),
+    ] = None
+    """A directory that machines share: workers are started by others (`bray work DIR`), join and leave while the run is
+    at work, and send what they play as files there. `num_workers` is how many of them there may be at once."""
     num_cpus_per_worker: Positive = 1.0
     """CPUs that Ray reserves for each worker; parts of one too."""
     num_gpus_per_worker: Amount = 0.0

@@ -36,8 +36,10 @@ from bray.train.config import RunConfig
 from bray.train.device import is_picture, resolve_device, tune, use_threads
 from bray.train.driver import Driver
 from bray.train.evaluate import evaluate_model
+from bray.train.exchange import ExchangeSource
 from bray.train.on_device import DeviceSource, why_not_on_device
 from bray.train.output import EpisodeOutput
+from bray.train.played import PlayedSource
 from bray.train.processes import Processes
 from bray.train.ranks import Ranks
 from bray.train.rollout import EnvSource, Rollout
@@ -181,7 +183,7 @@ class LocalTraining(Driver):
             logger.warning("every step of %s is copied to the host: %s", self.spec.id, why)
         return EnvSource(self.rollout, rows, state_every, run.record, isinstance(side.experience, Rollouts))
 
-    def _play_in_workers(self, side: Side, model: Any) -> WorkerSource:
+    def _play_in_workers(self, side: Side, model: Any) -> PlayedSource:
         """By the experience: workers that play while the learner learns, or in rounds with its newest weights."""
         run, rows = self.run_config, side.experience.piece_length
         assert rows is not None
@@ -208,8 +210,18 @@ class LocalTraining(Driver):
             rows=at_once if rows == 1 else rows,
             state_every=side.experience.state_every,
         )
-        home = Processes(weights(), self._central) if self._home is None else self._home()
         asynchronous = side.experience.asynchronous and not lockstep
+        if run.exchange is not None:
+            if not asynchronous:
+                raise ConfigError(
+                    f"run.exchange: workers play on while {algo_name(self.algo)} learns, and "
+                    + ("run.lockstep" if lockstep else algo_name(self.algo))
+                    + " has rounds, for which all would have to be there: leave out "
+                    + ("run.lockstep" if lockstep else "run.exchange, or take an algorithm such as APPO or DQN")
+                )
+            plan.env = self.env_config  # by its name
+            return ExchangeSource(plan, self.spec, weights, side.experience.lanes)
+        home = Processes(weights(), self._central) if self._home is None else self._home()
         return WorkerSource(plan, home, weights, asynchronous, side.experience.lanes, ahead=lockstep)
 
     def _inference_for(self, side: Side) -> CentralServer | None:
@@ -252,6 +264,8 @@ class LocalTraining(Driver):
         """Where pieces come from, in words."""
         if self.env is None:
             workers, n = self.run_config.workers, self.env_config.num_envs
+            if (exchange := self.run_config.exchange) is not None:
+                return f"at most {workers} workers that share {exchange}, with {n} env{'s' if n > 1 else ''} each"
             where = "" if self._home is None else f" on {self.run_config.cluster or 'ray'}"
             ahead = ", a round ahead" if self.run_config.lockstep and isinstance(self.experience, Replay) else ""
             return f"{workers} worker{'s' if workers > 1 else ''}{where} with {n} env{'s' if n > 1 else ''} each{ahead}"
@@ -279,10 +293,10 @@ def check_inference(run: RunConfig) -> None:
             "run.inference=central is for workers, which ask the process that learns: set run.num_workers, or leave "
             "it out"
         )
-    if run.inference == "central" and (run.cluster == "ray" or run.address):
+    if run.inference == "central" and (run.cluster == "ray" or run.address or run.exchange):
         raise ConfigError(
-            "run.inference=central needs workers on this machine: leave run.cluster and run.address out, or set "
-            "run.inference=worker"
+            "run.inference=central needs workers on this machine: leave run.cluster, run.address and run.exchange out, "
+            "or set run.inference=worker"
         )
     if (run.env_groups or 1) > 1 and run.inference != "central":
         raise ConfigError(

@@ -188,6 +188,11 @@ def on_ray(run: RunConfig) -> bool:
 
 
 def _refuse_empty_cluster(run: RunConfig) -> None:
+    if run.exchange is not None and not run.workers:
+        raise ConfigError(
+            f"run.exchange={run.exchange} is for workers that others start, and run.num_workers says how many there "
+            "may be at once: set num_workers (--num-workers 8), or leave run.exchange out"
+        )
     if on_ray(run) and not run.workers:
         said = f"run.address={run.address}" if run.cluster is None else "run.cluster=ray"
         raise ConfigError(

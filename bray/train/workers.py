@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
@@ -25,17 +25,16 @@ import numpy as np
 
 from bray.act import Clock
 from bray.data.experience import Counts
-from bray.data.lanes import Lanes
-from bray.data.piece import Piece, arrays_of, facts_of, side_by_side
+from bray.data.piece import Piece, side_by_side
 from bray.envs.process import START_TIMEOUT, Lost
 from bray.envs.replayed_calls import ReplayedCalls
-from bray.envs.rewards import Moments
 from bray.errors import ConfigError, EnvError
-from bray.metrics.spent import WEIGHTS, Laps, WorkerTimes
-from bray.train.callbacks import CallbackList, EpisodeMetrics
+from bray.metrics.spent import WEIGHTS
+from bray.train.callbacks import CallbackList
+from bray.train.played import PlayedSource, data_of, lent, played_of
 from bray.train.rollout import returns_of
 from bray.train.sampler import Played, SamplerPlan
-from bray.train.source import RolloutWorker, Source
+from bray.train.source import RolloutWorker
 
 logger = logging.getLogger("bray")
 
@@ -92,7 +91,7 @@ class _Seat:
     """It is dead, and no other one may be started."""
 
 
-class WorkerSource(Source):
+class WorkerSource(PlayedSource):
     """See the module."""
 
     def __init__(
@@ -105,20 +104,15 @@ class WorkerSource(Source):
         ahead: bool = False,
     ):
         """ahead: play in rounds, one round ahead of what is learnt from."""
+        super().__init__(plan.run.workers if (asynchronous or ahead) and lanes else None)
         self.plan, self.home, self.asynchronous, self.exact = plan, home, asynchronous, not asynchronous
         self.restarts = 0
         self._ahead = ahead
-        self._lanes = Lanes(plan.run.workers) if (asynchronous or ahead) and lanes else None
-        self._weights, self._clock, self._news = weights, Clock(), True
-        self._lag = _Lag()
-        self._came: list[tuple[int, Played]] = []
+        self._weights, self._news = weights, True
         self._question: tuple[Any, ...] = ()
-        self._laps, self._times = Laps(), WorkerTimes()
         self._longest = 0.0
-        self._metrics = EpisodeMetrics()
         self._watch: bytes | None = None
         self._calls = ReplayedCalls()
-        self.returns = Moments()  # of all workers, where rewards are normalised
         self._seats: list[_Seat] = []
         self._finalizer = Finalize(self, _close_all, (self._seats, home), exitpriority=10)
         try:
@@ -170,27 +164,11 @@ class WorkerSource(Source):
         return pieces, self._count(came)
 
     def _pieces(self, came: list[tuple[int, Played]]) -> list[Piece]:
-        pieces = [piece for _, played in came for piece in played.pieces]
-        if self._lanes is not None:  # a replay keeps them: what counts is how old they come
-            for piece in pieces:
-                self._lag.see(piece, self._clock.version)
-            return self._lanes.take()
-        if not self.asynchronous and all(piece.stream is None for piece in pieces):  # all at once: as one process would
-            return [side_by_side(list(same)) for same in zip(*(p.pieces for _, p in came), strict=True)]  # copied
-        return pieces
-
-    def learns(self, piece: Piece, version: int) -> None:
-        if self._lanes is None:
-            self._lag.see(piece, version)
-
-    def _count(self, came: list[tuple[int, Played]]) -> Counts:
-        for w, played in came:
-            self._times.add(w + 1, played.seconds)
-            self._metrics.add(played.metrics)
-            self.returns.add(played.returns)  # in the order of the workers: rounds repeat to the last bit
-        steps = sum(played.counts.env_steps for _, played in came)
-        agent_steps = sum(played.counts.agent_steps for _, played in came)
-        return Counts(steps, tuple(e for _, p in came for e in p.counts.episodes), agent_steps=agent_steps)
+        if self._lanes is None and not self.asynchronous:
+            rounds = [played.pieces for _, played in came]
+            if all(piece.stream is None for pieces in rounds for piece in pieces):  # all at once: as one process would
+                return [side_by_side(list(same)) for same in zip(*rounds, strict=True)]  # copied
+        return super()._pieces(came)
 
     def _publish(self) -> None:
         self._question = ("play", self.home.publish(self._weights, self._clock), self._clock, self.returns)
@@ -242,16 +220,10 @@ class WorkerSource(Source):
         seat.under_way -= 1
         seat.since = time.monotonic()
         self._longest = max(self._longest, sum(played.seconds.get(phase, 0.0) for phase in ("env", "forward", "other")))
-        played = played._replace(pieces=[replace(piece, lent=True) for piece in played.pieces])
+        played = lent(played)
         if keep or self._lanes is not None:
             played = _kept(played)
         self._keep(seat.index, played)
-
-    def _keep(self, w: int, played: Played) -> None:
-        self._came.append((w, played))
-        if self._lanes is not None:  # here, so that one that dies next is cut behind it
-            for piece in played.pieces:
-                self._lanes.add(w, piece)
 
     @property
     def _limit(self) -> float:
@@ -300,13 +272,8 @@ class WorkerSource(Source):
         starting = [str(seat.index + 1) for seat in self._seats if seat.starting]
         return f"rollout workers that are starting: {', '.join(starting)}" if starting else ""
 
-    def seconds(self) -> dict[str, float]:
-        spent = self._laps.take()
-        weights = spent.get(WEIGHTS, 0.0)
-        return {"transfer": spent.get("transfer", 0.0) + weights, WEIGHTS: weights, "idle": spent.get("idle", 0.0)}
-
     def numbers(self) -> dict[str, float]:
-        return self._lag.row() | {"workers/restarts": self.restarts} | self._times.row() | self._metrics.row()
+        return super().numbers() | {"workers/restarts": self.restarts}
 
     def watch(self, callbacks: CallbackList) -> None:
         """Only those that ask for episodes go to the workers: others may hold what belongs to this process."""
@@ -380,7 +347,9 @@ class WorkerSource(Source):
         exact = all(state["json"]["exact"] for state in states)
         json: dict[str, Any] = {"workers": [state["json"] for state in states], "exact": exact}
         if self._came:
-            arrays["round"], json["round"] = _saved(sorted(self._came, key=lambda answer: answer[0]))
+            data = {w: data_of(played) for w, played in sorted(self._came, key=lambda answer: answer[0])}
+            arrays["round"] = {str(w): of_worker for w, (of_worker, _) in data.items()}
+            json["round"] = [about for _, about in data.values()]
         return {"arrays": arrays, "json": json}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
@@ -395,59 +364,17 @@ class WorkerSource(Source):
         told = [{"arrays": state["arrays"][str(w)], "json": json} for w, json in enumerate(saved)]
         exact = [self._ask(seat, "set_state", one, clock) for seat, one in zip(self._seats, told, strict=True)]
         if played is not None:
-            for w, of_worker in enumerate(_loaded(state["arrays"]["round"], played)):
-                self._keep(w, of_worker)
+            for w, about in enumerate(played):
+                self._keep(w, played_of(state["arrays"]["round"][str(w)], about))
         return all(exact)
 
     def close(self) -> None:
         self._finalizer()
 
 
-class _Lag:
-    """By how many versions the weights that acted were older than the newest ones, over the rows since the last row of
-    numbers."""
-
-    def __init__(self) -> None:
-        self._total = self._rows = self._most = 0
-
-    def see(self, piece: Piece, version: int) -> None:
-        behind = version - np.broadcast_to(piece.version, piece.valid.shape)[piece.valid]
-        self._total += int(behind.sum())
-        self._rows += behind.size
-        self._most = max(self._most, int(behind.max(initial=0)))
-
-    def row(self) -> dict[str, float]:
-        row = {"workers/policy_lag": self._total / max(1, self._rows), "workers/policy_lag_max": self._most}
-        self._total = self._rows = self._most = 0
-        return row
-
-
 def _kept(played: Played) -> Played:
     """With pieces of its own."""
     return played._replace(pieces=[side_by_side([piece]) if piece.lent else piece for piece in played.pieces])
-
-
-def _saved(came: Sequence[tuple[int, Played]]) -> tuple[dict[str, Any], list[Any]]:
-    """What was played, as arrays and plain data."""
-    arrays = {str(w): {str(i): arrays_of(piece) for i, piece in enumerate(played.pieces)} for w, played in came}
-    about = [
-        {
-            "pieces": [facts_of(piece) for piece in played.pieces],
-            "env_steps": played.counts.env_steps,
-            "episodes": [[float(return_), int(length)] for return_, length in played.counts.episodes],
-            "metrics": played.metrics,
-            "returns": played.returns.numbers,
-        }
-        for _, played in came
-    ]
-    return arrays, about
-
-
-def _loaded(arrays: Mapping[str, Any], about: Sequence[Mapping[str, Any]]) -> Iterator[Played]:
-    for w, one in enumerate(about):
-        pieces = [Piece(**arrays[str(w)][str(i)], **facts).check() for i, facts in enumerate(one["pieces"])]
-        counts = Counts(int(one["env_steps"]), tuple((float(r), int(n)) for r, n in one["episodes"]))
-        yield Played(pieces, counts, {}, list(one["metrics"]), Moments.saved(one["returns"]))
 
 
 def _code(value: Any, what: str) -> bytes:
