@@ -54,7 +54,7 @@ Steps and seconds to it: interquartile mean over the seeds [95 % bootstrap inter
 
 def score_cells(s: dict[str, Any]) -> list[str]:
     """One case as the cells of a row."""
-    sign = "<" if s["must"] == "stay below" else ">="
+    sign = "<" if s["must"].endswith("below") else ">="
     unfinished = f", {s['unfinished']} unfinished" if s["unfinished"] else ""
     return [
         f"`{s['case']}`",

@@ -31,7 +31,7 @@ import torch
 import bray
 from benchmarks.learning import demos
 from benchmarks.learning.boards import minus_losses
-from benchmarks.learning.equilibria import minus_distance, minus_nash_conv
+from benchmarks.learning.equilibria import minus_distance, minus_distance_of_average as AVERAGE, minus_nash_conv
 from bray import figures
 from bray.config.runfile import preset, settings
 from bray.experiment import Experiment
@@ -54,9 +54,10 @@ class Case:
     """Iterations between two evaluations."""
     seeds: int = 5
     config: dict[str, Any] = field(default_factory=dict)
-    must: Literal["reach", "end above", "stay below"] = "reach"
+    must: Literal["reach", "end above", "stay below", "end below"] = "reach"
     """`end above`: it trains to the limit, and the last evaluation counts. `stay below`: a comparison that shows what
-    an option is for; it passes where no evaluation reaches the target."""
+    an option is for; it passes where no evaluation reaches the target. `end below`: one that may pass by the target,
+    and must not have it at the end."""
     use_preset: bool = True
     """False: the shipped defaults. From files there is no preset."""
     judge: Callable[[Experiment], float] | None = None
@@ -150,6 +151,13 @@ POKER = {
 }
 """Of the preset for Kuhn poker, with more rows; not tuned."""
 DRAWN = {"entropy_coef": 0.0, "magnet_coef": 0.5, "magnet": "slow", "magnet_tau": 0.05}
+PAST = {"pool": 50, "newest": 0.0, "weighting": "uniform", "snapshot_every": 2_000}
+"""Each player answers all that it was, alike: fictitious play, whose average comes to an equilibrium."""
+TRIO = {"main": {"player": "main"}, "hunter": {"player": "main_exploiter"}, "outsider": {"player": "league_exploiter"}}
+LEAGUE = {**TABLE, "policies": TRIO, "self_play": {"snapshot_every": 2_000}}
+PRISONERS, ZERO_SUM = ({"env_config": {"game": name}} for name in ("prisoners_dilemma", "zero_sum"))
+RATINGS = {"rating": "side/main/league/rating", "rating_ci95": "side/main/league/rating_ci95"}
+"""What a record keeps of a league beside the score; all players begin with 1200."""
 
 CASES = {
     "ppo-cartpole": Case("PPO", "CartPole-v1", 475, 200_000, 5),
@@ -200,34 +208,26 @@ CASES = {
     "ppo-spread": Case("PPO", SPREAD, HALF_WAY, 666_667, 20, 1, MANY),
     "atoc-spread": Case("ATOC", SPREAD, ABOVE_RANDOM, 50_000, 10, 3, MANY, must="end above"),
     "ppo-kuhn": Case("PPO", KUHN, -0.1, 500_000, 20, 3, ONE, "end above", judge=minus_nash_conv),
-    "ppo-kuhn-plain": Case("PPO", KUHN, -0.1, 500_000, 20, 3, {**ONE, **PLAIN}, "stay below", judge=minus_nash_conv),
+    "ppo-kuhn-plain": Case("PPO", KUHN, -0.1, 500_000, 20, 3, {**ONE, **PLAIN}, "end below", judge=minus_nash_conv),
     "ppo-leduc": Case("PPO", LEDUC, -1.0, 1_500_000, 50, 3, POKER, "end above", judge=minus_nash_conv),
+    "ppo-leduc-plain": Case(
+        "PPO", LEDUC, -1.0, 1_500_000, 50, 3, {**POKER, "magnet_coef": 0.0}, "end below", judge=minus_nash_conv
+    ),
     "nfsp-kuhn": Case("NFSP", KUHN, -0.3, 100_000, 10, 3, ONE, "end above", judge=minus_nash_conv),
     "alphazero-tictactoe": Case("AlphaZero", BOARD, 0, 40_000, 20, 3, ONE, "end above", judge=minus_losses),
     "ppo-rps": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, {**RPS, **DRAWN}, "end above", judge=minus_distance),
-    "ppo-rps-plain": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, RPS, "stay below", judge=minus_distance),
+    "ppo-rps-plain": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, RPS, "end below", judge=minus_distance),
+    "league-rps": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, {**RPS, "self_play": PAST}, "end above", judge=AVERAGE),
     "ppo-prisoners": Case(
-        "PPO",
-        MATRIX,
-        -0.05,
-        100_000,
-        5,
-        3,
-        {**TABLE, **DRAWN, "env_config": {"game": "prisoners_dilemma"}},
-        "end above",
-        judge=minus_distance,
+        "PPO", MATRIX, -0.05, 100_000, 5, 3, {**TABLE, **DRAWN, **PRISONERS}, "end above", judge=minus_distance
     ),
     "ppo-zero-sum": Case(
-        "PPO",
-        MATRIX,
-        -0.05,
-        100_000,
-        5,
-        3,
-        {**TABLE, **DRAWN, "env_config": {"game": "zero_sum"}},
-        "end above",
-        judge=minus_distance,
+        "PPO", MATRIX, -0.05, 100_000, 5, 3, {**TABLE, **DRAWN, **ZERO_SUM}, "end above", judge=minus_distance
     ),
+    "league-prisoners": Case(
+        "PPO", MATRIX, -0.05, 100_000, 5, 3, {**LEAGUE, **PRISONERS}, "end above", judge=minus_distance
+    ),
+    "league-zero-sum": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, {**LEAGUE, **ZERO_SUM}, "end above", judge=AVERAGE),
     "maddpg-speaker": Case("MADDPG", SPEAKER, SPOKEN, 12_000, 4, 3, MANY, must="end above"),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
     "dqn-taxi": Case("DQN", "Taxi-v4", 7, 80_000, 10, seeds=3, must="end above"),
@@ -257,7 +257,8 @@ def train(case: Case, seed: int, path: Path, seconds: float | None = None) -> di
     """One seed, in one thread; what it took to reach the target. It is unfinished where `seconds` were over first."""
     torch.set_num_threads(1)
     stop = {case.counts: case.limit}
-    if case.must != "end above":
+    to_its_end = case.must.startswith("end")
+    if not to_its_end:
         stop["eval/return_mean"] = case.target
     exp = Experiment(
         run=case.run,
@@ -279,17 +280,17 @@ def train(case: Case, seed: int, path: Path, seconds: float | None = None) -> di
     last = evaluated[-1] if evaluated else {}
     score = last.get("eval/return_mean")
     reached = score is not None and score >= case.target
-    finished = row[case.counts] >= case.limit or (reached and case.must != "end above")
+    finished = row[case.counts] >= case.limit or (reached and not to_its_end)
     return {
         "seed": seed,
-        "passed": finished and reached == (case.must != "stay below"),
+        "passed": finished and score is not None and reached == (not case.must.endswith("below")),
         "finished": finished,
         "env_steps": row[case.counts],
         "eval_return_mean": score,
         "eval_return_ci95": last.get("eval/return_ci95"),
         "episode_return_mean": row["episode_return_mean"],
         "seconds": round(time.perf_counter() - start, 1),
-    }
+    } | {name: round(row[key]) for name, key in RATINGS.items() if key in row}
 
 
 def _judge(judge: Callable[[Experiment], float], exp: Experiment, result: dict[str, Any]) -> None:
@@ -420,9 +421,10 @@ same machine. A seed that was cut off by `--minutes` is unfinished, and has not 
 Reaching means once: training stops at the first evaluation at or above the target, so these are steps to a first good
 evaluation, not a score that was held. "At the end" is one: training goes to the limit and its last evaluation counts.
 Of games against each other the score is minus NashConv, which is 0 in an equilibrium, and of matrix games minus the
-largest distance of a probability from that of the equilibrium (`equilibria.py`), both of the policy as it draws.
-"Below" is a comparison that must not reach its target: it passes where no evaluation does. In a picture each seed is a
-thin line to its own end; the mean and its band go as far as all seeds do, to where the first one was done (the curves
+largest distance of a probability from that of the equilibrium (`equilibria.py`), both of the policy as it draws; of a
+league that of its average strategy, over all snapshots of its first player. "Below" is a comparison that must not reach
+its target: it passes where no evaluation does; "at the end below" where the last one does not. In a picture each seed
+is a thin line to its own end; the mean and its band go as far as all seeds do, to where the first one was done (curves
 are in CASE.jsonl, `--draw` makes the pictures from them). How the presets were chosen: PPO on CartPole is one of five
 settings tried on seeds 0-2 or 0-3, which are among the seeds shown; PPO on Pendulum is one of eight settings tried on
 seeds 100-109 (the chosen one on all ten) after the first one, which had been looked at on seeds 0 and 1, had failed on
@@ -477,7 +479,8 @@ def table(out: Path) -> None:
 def _line(record: dict[str, Any], s: dict[str, Any]) -> str:
     steps = ", ".join(f"{x['env_steps']:,}" + _remark(x, record["must"]) for x in record["seeds"])
     cut = f", {s['unfinished']} unfinished" if s["unfinished"] else ""
-    target = {"reach": "", "end above": "at the end ", "stay below": "below "}[s["must"]] + str(s["target"])
+    words = {"reach": "", "end above": "at the end ", "stay below": "below ", "end below": "at the end below "}
+    target = words[s["must"]] + str(s["target"])
     cells = [
         f"[{s['case']}]({s['case']}.png)",
         f"{s['run']}, {s['env']} ({settings(s)})",
@@ -494,7 +497,7 @@ def _line(record: dict[str, Any], s: dict[str, Any]) -> str:
 def _remark(seed: dict[str, Any], must: str) -> str:
     if not seed["finished"]:
         return " (unfinished)"
-    return "" if seed["passed"] else " (reached it)" if must == "stay below" else " (not)"
+    return "" if seed["passed"] else " (reached it)" if must.endswith("below") else " (not)"
 
 
 def quick_cases() -> list[str]:

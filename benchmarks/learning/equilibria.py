@@ -4,6 +4,7 @@ equilibrium. Draws the recorded curves of a game in one picture: PPO with a magn
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import numpy as np
 
 from bray import figures
 from bray.act import SAMPLE
+from bray.envs.table import DEFAULT
 from bray.experiment import Experiment
 from bray.experiment.exploitability import nash_conv, probabilities
+from bray.train.acting import ActingPolicy
+from bray.train.games import GameTraining
 
 HERE = Path(__file__).parent
 EQUILIBRIA = {
@@ -24,7 +28,7 @@ EQUILIBRIA = {
 PICTURES = {
     "kuhn": {"ppo-kuhn": "PPO with a magnet", "ppo-kuhn-plain": "PPO without", "nfsp-kuhn": "NFSP"},
     "leduc": {"ppo-leduc": "PPO with a magnet", "ppo-leduc-plain": "PPO without"},
-    "rps": {"ppo-rps": "PPO with a magnet", "ppo-rps-plain": "PPO without"},
+    "rps": {"ppo-rps": "PPO with a magnet", "ppo-rps-plain": "PPO without", "league-rps": "a league's average"},
 }
 
 
@@ -35,7 +39,22 @@ def minus_nash_conv(exp: Experiment) -> float:
 def minus_distance(exp: Experiment) -> float:
     """From the equilibrium of a matrix game: the largest difference of a probability."""
     (player,) = exp.players(exp.spec_of()).values()
-    drawn = probabilities(player, np.eye(2, dtype=np.float32), SAMPLE)
+    return _minus_distance(exp, [player])
+
+
+def minus_distance_of_average(exp: Experiment) -> float:
+    """Of the average strategy of a league: that of who draws one of all snapshots of its first player before each
+    game."""
+    assert isinstance(exp.training, GameTraining)
+    league = exp.training.league
+    assert league is not None
+    name = next(iter(exp.policies), DEFAULT)
+    players = (league.snapshots[name].player(ref.step or 0) for ref in league.league.past(name))
+    return _minus_distance(exp, players)
+
+
+def _minus_distance(exp: Experiment, players: Iterable[ActingPolicy]) -> float:
+    drawn = np.mean([probabilities(player, np.eye(2, dtype=np.float32), SAMPLE) for player in players], 0)
     return -float(np.abs(drawn - EQUILIBRIA[exp.config["env"].env_config["game"]]).max())
 
 

@@ -119,7 +119,7 @@ def candidates(spec: EnvSpec, game: bool = False) -> Iterator[Candidate]:
             s
             for s in scores()
             if (s["run"], s["env"]) == (name, spec.id)
-            and s["must"] != "stay below"
+            and not s["must"].endswith("below")
             and "data" not in s.get("config", {})
         )
         yield Candidate(name, kind in REPLAYED, option, switch, has_preset, found)

@@ -133,7 +133,7 @@ def _scores(name: str) -> None:
     say(f"\nMeasured (mean of {episodes}; steps and seconds: interquartile mean over the seeds [95 %])", "dim")
     table = plain_table("env", "settings", ">score", "seeds", "steps", "seconds", "date")
     for s in found:
-        sign = "< " if s["must"] == "stay below" else ""
+        sign = "< " if s["must"].endswith("below") else ""
         seeds = f"{s['passed']} of {s['seeds']}" + (f", {s['unfinished']} unfinished" if s["unfinished"] else "")
         spans = ["{:,.0f} [{:,.0f}, {:,.0f}]".format(*s[k]) for k in ("steps", "seconds")]
         table.add_row(s["env"], settings(s), f"{sign}{s['target']}", seeds, *map(Text, spans), s["date"])

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from benchmarks.learning import __main__ as learning, early
+from benchmarks.learning import __main__ as learning, early, equilibria
+from bray.act import Clock
 from bray.algos import ALGORITHMS
 from bray.config.runfile import scores
+from bray.experiment import Experiment
 from bray.metrics.stats import interval, iqm, summary
 
 
@@ -63,12 +65,28 @@ def small(target, **more):
         (small(1e6, must="stay below"), None, True, True),
         (small(1.0, must="stay below"), None, False, True),
         (small(1e6, must="stay below"), 1e-9, False, False),  # cut off: nobody knows
+        (small(1e6, must="end below"), None, True, True),
+        (small(1.0, must="end below"), None, False, True),
     ],
 )
 def test_what_passes(case, seconds, passed, finished, tmp_path):
     result = learning.train(case, 7, tmp_path / "run", seconds)
     assert (result["passed"], result["finished"]) == (passed, finished)
     assert result["eval_return_mean"] > 0
+
+
+def test_the_average_strategy_of_a_league_is_that_of_all_its_snapshots():
+    rock, paper, scissors = 0, 1, 2
+    env = {"env": "bray.envs.agent_games:Matrix", "env_config": {"game": "biased_rps"}}
+    with Experiment("PPO", **env, fcnet_hiddens=[4], self_play={"snapshot_every": 1}, use_preset=False) as exp:
+        for version, choice in enumerate([rock, paper, scissors, paper]):  # in equilibrium a half is paper
+            weights = {k: np.zeros_like(x) for k, x in exp.training.weights().items()}
+            (head,) = [k for k, x in weights.items() if k.endswith("bias") and x.shape == (3,)]
+            weights[head][choice] = 1000.0
+            exp.training.set_weights(weights)
+            exp.training.league.freeze("default", Clock(10 * version, version))
+        assert equilibria.minus_distance(exp) == -0.5
+        assert equilibria.minus_distance_of_average(exp) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_case_names_an_environment_of_its_own(tmp_path):
