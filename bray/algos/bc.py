@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bray import act, distributions
+from bray import act, distributions, tree
 from bray.act import Clock
 from bray.algos import base, ppo, rows
-from bray.algos.base import Update, to_torch
+from bray.algos.base import Update, drawn, to_torch
 from bray.config.declare import Amount, Count, Positive
 from bray.data.experience import Dataset
+from bray.data.file_windows import Windows
 from bray.errors import ConfigError, DataError
+from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
@@ -40,13 +42,18 @@ class Config:
 
 def make_model(config: Any, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     """PPO's, so that PPO can go on from its weights."""
-    if model.use_lstm:
-        raise ConfigError("it learns from single rows of files and cannot train a memory: set use_lstm=false")
     return ppo.make_model(config, spec, model)
 
 
+def without_memory(config: Any, spec: EnvSpec, model: ModelConfig) -> nn.Module:
+    """The same for those who learn from single rows."""
+    if model.use_lstm:
+        raise ConfigError("it learns from single rows and cannot train a memory: set use_lstm=false")
+    return make_model(config, spec, model)
+
+
 def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Dataset:
-    return Dataset(config.batch_size)
+    return Windows(config.batch_size, model.max_seq_len) if model.use_lstm else Dataset(config.batch_size)
 
 
 class Policy(act.Policy):
@@ -66,11 +73,21 @@ class Learner(base.Learner):
         c = self.config
         self.optimizer = Optimizer(self.model.parameters(), c.lr, max_grad_norm=c.max_grad_norm)
         self.least = least_params(self.layout, c.min_std).to(self.device)
-        return {"optimizer": self.optimizer}
+        self.memory: dict[str, Tensor] = {}
+        if is_recurrent(self.model):
+            columns = experience(c, self.spec, self.model_config).columns  # type: ignore[attr-defined]
+            self.memory = dict(self.model.initial_state(columns))  # type: ignore[operator]
+        return {"optimizer": self.optimizer} | {f"memory.{name}": x for name, x in self.memory.items()}
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
         update_normalizers(self.model, batch["obs"], batch["weight"])
-        update: Update = self._step(to_torch(self.columns(batch), self.device), *(x[0] for x in self.draw()))
+        columns = self.columns(batch)
+        if self.memory:
+            columns |= {"first": batch["first"], "weight": batch["weight"], "state": self.memory}
+        update: Update
+        update, memory = self._step(to_torch(columns, self.device), *(x[0] for x in self.draw()))
+        for name, x in self.memory.items():
+            x.copy_(memory[name])
         self.steps += 1
         return update
 
@@ -78,14 +95,29 @@ class Learner(base.Learner):
         """What `gradient_step` reads of a batch."""
         return {"obs": batch["obs"], "action": batch["action"]} | legal_choices(self.layout, batch)
 
-    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Update:
-        """L = -log pi(a) - entropy_coef S."""
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Update, dict[str, Tensor]]:
+        """L = -log pi(a) - entropy_coef S; and what a Model with memory remembers at the end of its rows."""
+        if self.memory:
+            return self.step_through(batch, *draws)
         (dist,) = rows.actor_critic(self.model, batch, draws, ("dist",)).values()
         logp, entropy = self.log_prob_entropy(dist, batch)
         loss = -(logp + self.config.entropy_coef * entropy).mean()
         grad_norm = self.optimizer.step(loss)
         numbers = {"policy_loss": -logp.mean(), "entropy": entropy.mean(), "grad_norm": grad_norm}
-        return Update.of({"loss": loss} | numbers)
+        return Update.of({"loss": loss} | numbers), {}
+
+    def step_through(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Update, dict[str, Tensor]]:
+        """The same for rows `[L, B, ...]`, of which some may have no weight."""
+        noise = drawn(self.model, draws)
+        out = self.model.unroll(batch["obs"], batch["state"], batch["first"], *noise)  # type: ignore[operator]
+        flat: dict[str, Any] = {k: batch[k].flatten(0, 1) for k in ("action", "mask") if k in batch}
+        logp, entropy = self.log_prob_entropy(out["dist"].float().flatten(0, 1), flat)
+        weight = batch["weight"].flatten() / batch["weight"].sum()
+        logp, entropy = torch.dot(weight, logp), torch.dot(weight, entropy)
+        loss = -(logp + self.config.entropy_coef * entropy)
+        grad_norm = self.optimizer.step(loss)
+        numbers = {"policy_loss": -logp, "entropy": entropy, "grad_norm": grad_norm}
+        return Update.of({"loss": loss} | numbers), {k: x.detach() for k, x in out["state"].items()}
 
     def log_prob_entropy(self, dist: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Of the demonstrated actions."""
@@ -105,7 +137,8 @@ def least_params(layout: ActionLayout, min_std: float) -> Tensor:
 
 def legal_choices(layout: ActionLayout, batch: dict[str, Any]) -> dict[str, np.ndarray]:
     """`mask`, where observations have one. A demonstrator who did what is masked would be learnt from without end."""
-    mask = layout.legal(batch["obs"])
+    lead = batch["action"].shape[: batch["action"].ndim - len(layout.shape)]
+    mask = layout.legal(tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), batch["obs"]))
     if mask is None:
         return {}
     choices, at = batch["action"].reshape(len(mask), -1), 0
@@ -118,4 +151,4 @@ def legal_choices(layout: ActionLayout, batch: dict[str, Any]) -> dict[str, np.n
                 f"({len(wrong)} of {len(mask)} rows of a batch): mend the mask or leave these episodes out"
             )
         at += part.n
-    return {"mask": mask}
+    return {"mask": mask.reshape(*lead, -1)}

@@ -17,7 +17,7 @@ from bray.nn.catalog import ModelConfig
 from bray.schedules import make_schedule
 from bray.spec import EnvSpec
 
-make_model = bc.make_model
+make_model = bc.without_memory
 
 
 def _beta() -> dict[str, Any]:

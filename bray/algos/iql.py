@@ -18,7 +18,7 @@ from bray.rl import losses
 from bray.spec import EnvSpec
 from bray.target import Target
 
-DEFAULTS, experience, make_model = ddpg.DEFAULTS, ddpg.experience, bc.make_model
+DEFAULTS, experience, make_model = ddpg.DEFAULTS, ddpg.experience, bc.without_memory
 """PPO's network: its policy and its value are the ones of the paper, and PPO can go on from both."""
 
 

@@ -17,7 +17,7 @@ from bray.nn.catalog import ModelConfig
 from bray.rl import losses
 from bray.spec import EnvSpec
 
-make_model, Policy = bc.make_model, bc.Policy
+make_model, Policy = bc.without_memory, bc.Policy
 """As BC acts, and a value that is learnt."""
 _WHOLE = sys.maxsize
 """Steps of a return: to the end of the episode."""
@@ -54,7 +54,7 @@ class Learner(bc.Learner):
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         return super().columns(batch) | {k: batch[k] for k in ("reward", "discount", "next_obs")}
 
-    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Update:
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Update, dict[str, Tensor]]:
         """L = -exp(beta A / c) log pi(a) + value_coef (R - V)^2 / 2 - entropy_coef S."""
         c = self.config
         new = rows.actor_critic(self.model, batch, draws)
@@ -70,4 +70,4 @@ class Learner(bc.Learner):
         loss = policy_loss + c.value_coef * value_loss - c.entropy_coef * entropy.mean()
         grad_norm = self.optimizer.step(loss)
         numbers = {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy.mean()}
-        return Update.of(numbers | {"weight": weight.mean(), "grad_norm": grad_norm})
+        return Update.of(numbers | {"weight": weight.mean(), "grad_norm": grad_norm}), {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from bray.data.episodes import Episodes
 from bray.data.experience import Dataset, Experience, Replay, Sequences
+from bray.data.file_windows import Windows
 from bray.data.generation import Generation
 from bray.data.rollouts import Rollouts
 from bray.data.sources import given_spec, guess, open_data
@@ -57,7 +58,7 @@ class FileTraining(Driver):
         for note in self.data.notes:
             logger.warning("%s", note)
         side = make_side(algo, run, self.spec, model, config)
-        if is_recurrent(side.model):
+        if is_recurrent(side.model) and not isinstance(side.experience, Windows):
             raise ConfigError("a model with memory cannot learn from single transitions of files: set use_lstm=false")
         side.experience = as_dataset(side.experience, run.algorithm, config, data.epochs)
         side.experience.seed(run.seed)
