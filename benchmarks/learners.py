@@ -7,6 +7,9 @@ time, all learners together: medians, and the ratio to the best of one learner. 
 processes, say what is spent where other programs take cores.
 
 `--env benchmarks.serving.capacity:Pictures` needs no ALE.
+
+`--gpu`: on one GPU, which all share: one learner, two that run their updates eagerly, and two that record them as CUDA
+graphs with the all-reduce between; also whether these two have learnt the same, and whether all ranks agree.
 """
 
 from __future__ import annotations
@@ -46,9 +49,18 @@ def on_cores(processes):
 
 if __name__ == "__main__":
     settings, env, seconds, path = json.loads(sys.argv[1])
+    if settings["device"] == "cuda":
+        from bray.train.learners import LearnersTraining
+        LearnersTraining.records_on_gpus = True  # where `record` says so
     with bray.Experiment("PPO", env, use_preset=False, seed=1, config=settings, path=path) as exp:
         rows = exp.train()
         next(rows), next(rows)  # recorded by now
+        if settings["device"] == "cuda":
+            import numpy
+            weights = numpy.concatenate([x.reshape(-1).astype(float) for x in exp.training.weights().values()])
+            numpy.save(path + ".npy", weights)
+            recorded, agree = exp.training.learner.is_recorded, getattr(exp.training, "agree", True)
+            print("recorded" if recorded else "eager", "all agree" if agree else "ranks differ", file=sys.stderr)
         processes = [os.getpid(), *getattr(exp.training, "process_ids", [])]
         start, cpu, steps = time.perf_counter(), on_cores(processes), exp.last_row["env_steps_total"]
         row = next(rows)
@@ -59,15 +71,35 @@ if __name__ == "__main__":
 """
 
 
-def measure(learners: int, threads: int, seconds: float, env: str) -> tuple[float, float]:
-    """Steps per second of one training, and CPU milliseconds per step."""
-    with tempfile.TemporaryDirectory(prefix="bray-learners-") as folder:
-        told = json.dumps([{**SETTINGS, "num_learners": learners, "threads": threads}, env, seconds, f"{folder}/run"])
-        done = subprocess.run([sys.executable, "-c", _RUN, told], capture_output=True, text=True, check=False)
+def run(settings: dict[str, Any], seconds: float, env: str, path: str) -> tuple[float, float, str]:
+    """Steps per second of one training, CPU milliseconds per step, and what it said."""
+    told = json.dumps([{**SETTINGS, **settings}, env, seconds, path])
+    done = subprocess.run([sys.executable, "-c", _RUN, told], capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{learners} learners, {threads} threads: {done.stderr.strip()[-400:]}")
+        sys.exit(f"{settings}: {done.stderr.strip()[-2000:]}")
     speed, cpu = map(float, done.stdout.split()[-2:])
-    return speed, cpu
+    return speed, cpu, done.stderr.strip()
+
+
+def measure(learners: int, threads: int, seconds: float, env: str) -> tuple[float, float]:
+    with tempfile.TemporaryDirectory(prefix="bray-learners-") as folder:
+        return run({"num_learners": learners, "threads": threads}, seconds, env, f"{folder}/run")[:2]
+
+
+def measure_gpu(seconds: float, env: str) -> None:
+    """See the module."""
+    import numpy as np
+
+    weights: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="bray-learners-") as folder:
+        for case, learners, record in (("one", 1, True), ("two eager", 2, False), ("two recorded", 2, True)):
+            settings = {"num_learners": learners, "threads": 4, "device": "cuda", "record": record}
+            speed, cpu, said = run(settings, seconds, env, f"{folder}/{case}")
+            weights[case] = np.load(f"{folder}/{case}.npy")
+            print(json.dumps({"case": case, "steps_per_s": round(speed, 1), "cpu_ms": cpu, "said": said}), flush=True)
+    apart = np.abs(weights["two recorded"] - weights["two eager"])
+    moved = np.abs(weights["one"] - weights["two eager"]).max()
+    print(json.dumps({"recorded_and_eager_differ_at_most": apart.max(), "one_and_two_differ_at_most": moved}))
 
 
 def main() -> None:
@@ -76,7 +108,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--env", default="ALE/Pong-v5")
+    parser.add_argument("--gpu", action="store_true")
     given = parser.parse_args()
+    if given.gpu:
+        measure_gpu(given.seconds, given.env)
+        return
     found: dict[str, list[tuple[float, float]]] = {case: [] for case in given.cases}
     for _ in range(given.repeat):
         for case in given.cases:

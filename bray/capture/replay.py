@@ -1,4 +1,5 @@
-"""Replaying a tape without Python: by TorchScript's interpreter on the CPU, as a CUDA graph on a GPU."""
+"""Replaying a tape without Python: by TorchScript's interpreter on the CPU, as a CUDA graph on a GPU. What asks other
+ranks (`over_ranks.py`) is in no graph: one ends before it, and another one begins behind it."""
 
 from __future__ import annotations
 
@@ -22,15 +23,33 @@ _ADAM = tuple(getattr(aten._fused_adam_, name) for name in aten._fused_adam_.ove
 
 Replay = Callable[[list[Tensor]], list[Tensor]]
 """Flat inputs -> flat outputs."""
+Part = Callable[[dict[int, Any]], None]
+"""Runs some operations of a tape on its slots."""
 
 
 def replayed(tape: Tape, flat: list[Tensor]) -> Replay:
-    return cuda_graph(_adam_in_parallel(tape), tape, flat) if flat[0].is_cuda else interpreter(tape)
+    return cuda_graphs(parts_of(tape), tape, flat) if flat[0].is_cuda else interpreter(tape)
+
+
+def parts_of(tape: Tape) -> list[Part | Op]:
+    """The operations of a tape in their order: those that ask other ranks one by one, those between them together; at
+    the end are some, or none, that ask nobody."""
+    parts: list[Part | Op] = []
+    for asks, same in groupby(tape.ops, _asks_ranks):
+        ops = list(same)
+        parts += ops if asks else [_adam_in_parallel(ops)]
+    return parts if parts and not isinstance(parts[-1], Op) else [*parts, _adam_in_parallel([])]
+
+
+def _asks_ranks(op: Op) -> bool:
+    return op.func is torch.ops.bray.mean_over_ranks.default
 
 
 def compiled(tape: Tape, flat: list[Tensor]) -> Replay:
     """By `torch.compile`: operations are fused. The tape is flat and has its gradients, so there is nothing that the
     compiler could not follow."""
+    if flat[0].is_cuda and any(map(_asks_ranks, tape.ops)):
+        raise NotRecordable("what is compiled is one CUDA graph, which cannot ask other ranks")
     held = _held(tape)
     names: dict[str, Any] = {"torch": torch, "List": list, "Tensor": Tensor}
     exec(source(tape, _torch_name), names)  # what we have written ourselves, from a list of operations
@@ -40,7 +59,10 @@ def compiled(tape: Tape, flat: list[Tensor]) -> Replay:
     def play(flat: list[Tensor]) -> list[Tensor]:
         return list(run(*flat, *held))
 
-    return cuda_graph(play, tape, flat) if flat[0].is_cuda else play
+    def whole(slots: dict[int, Any]) -> None:
+        slots.update(zip(tape.outputs, play([slots[i] for i in range(tape.num_inputs)]), strict=True))
+
+    return cuda_graphs([whole], tape, flat) if flat[0].is_cuda else play
 
 
 def interpreter(tape: Tape) -> Replay:
@@ -176,54 +198,69 @@ class Results:
         return [single[i].reshape(x.shape) if i in single else x.clone() for i, x in enumerate(self._out)]
 
 
-def _adam_in_parallel(tape: Tape) -> Replay:
-    """`tape.play`, but consecutive calls of Adam run in parallel, each on a stream of its own: they update different
-    weights (`Optimizer`), and one alone keeps a quarter of a large GPU busy."""
-    runs = [(is_adam, list(ops)) for is_adam, ops in groupby(tape.ops, lambda op: op.func in _ADAM)]
-    streams = [torch.cuda.Stream() for _ in range(max((len(ops) - 1 for is_adam, ops in runs if is_adam), default=0))]
+def _adam_in_parallel(ops: list[Op]) -> Part:
+    """Operations one by one, but consecutive calls of Adam in parallel, each on a stream of its own: they update
+    different weights (`Optimizer`), and one alone keeps a quarter of a large GPU busy."""
+    runs = [(is_adam, list(same)) for is_adam, same in groupby(ops, lambda op: op.func in _ADAM)]
+    most = max((len(same) - 1 for is_adam, same in runs if is_adam), default=0)
+    streams = [torch.cuda.Stream() for _ in range(most)]
 
-    def play(inputs: list[Tensor]) -> list[Tensor]:
-        # All results stay until the end, so that no stream is given memory that another still reads.
-        slots: dict[int, Any] = dict(enumerate(inputs)) | tape.held
-        here = torch.cuda.current_stream()
-        for is_adam, ops in runs:
-            beside = ops[1:] if is_adam else []
+    def play(slots: dict[int, Any]) -> None:
+        here: Any = torch.cuda.current_stream() if streams else None
+        for is_adam, same in runs:
+            beside = same[1:] if is_adam else []
             for op, stream in zip(beside, streams, strict=False):
                 stream.wait_stream(here)
                 with torch.cuda.stream(stream):
                     op.run(slots)
-            for op in ops[: len(ops) - len(beside)]:
+            for op in same[: len(same) - len(beside)]:
                 op.run(slots)
             for stream in streams[: len(beside)]:
                 here.wait_stream(stream)
-        return [slots[s] for s in tape.outputs]
 
     return play
 
 
-def cuda_graph(play: Replay, tape: Tape, flat: list[Tensor]) -> Replay:
-    """A CUDA graph of `play` (the operations of the tape) over static copies of the inputs: one launch for the whole
-    function."""
+def cuda_graphs(parts: list[Part | Op], tape: Tape, flat: list[Tensor]) -> Replay:
+    """A CUDA graph of each part of a tape over static copies of the inputs, with what asks other ranks between them;
+    mostly it is one: one launch for the whole function."""
     static = [x.clone() for x in flat]
     before = Snapshot(list(tape.held.values()) + static, generators_of(flat))
+
+    def begin() -> dict[int, Any]:
+        """Slots. All results stay there until the end, so that no stream is given memory that another still reads."""
+        return dict(enumerate(static)) | tape.held
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.no_grad():
         for _ in range(3):  # cuBLAS and cuDNN choose their kernels and allocate outside the recording
-            play(static)
+            slots = begin()
+            for part in parts:
+                part.run(slots) if isinstance(part, Op) else part(slots)
+            del slots
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
     # The products of all graphs recorded on one stream share cuBLAS's workspace, counters that kernels wait for
     # included: two such graphs that run at the same time may wait for ever. Who plays graphs beside others does it on a
     # stream of its own (central inference), and they are recorded there.
     here = torch.cuda.current_stream()
     own = None if here == torch.cuda.default_stream() else here
+    steps: list[Callable[[], Any]] = []
     gc.collect()
     gc.disable()  # an old graph that is freed while a new one is recorded breaks the recording
     try:
-        # What other threads do on the device meanwhile (central inference) does not break the recording.
-        with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"), torch.no_grad():
-            results = Results(play(static))
+        slots = begin()
+        for part in parts:
+            if isinstance(part, Op):
+                steps.append(_asking(part, slots))
+                continue
+            graph = torch.cuda.CUDAGraph()
+            # What other threads do on the device meanwhile (central inference) does not break the recording.
+            with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"), torch.no_grad():
+                part(slots)
+                if part is parts[-1]:
+                    results = Results([slots[s] for s in tape.outputs])
+            steps.append(graph.replay)
     finally:
         gc.enable()
     before.restore()
@@ -232,7 +269,21 @@ def cuda_graph(play: Replay, tape: Tape, flat: list[Tensor]) -> Replay:
 
     def replay(flat: list[Tensor]) -> list[Tensor]:
         copies.take(flat)
-        graph.replay()
+        for step in steps:
+            step()
         return results.copy()
 
     return replay
+
+
+def _asking(op: Op, slots: dict[int, Any]) -> Callable[[], Any]:
+    """What asks other ranks, between two graphs: it reads where the one before it writes, and writes where the one
+    behind it reads."""
+    given = slots[op.args[0].slot]
+    got = slots[op.outs[0]] = torch.empty_like(given)
+
+    @torch.no_grad()
+    def ask() -> None:
+        got.copy_(op.func(given))
+
+    return ask

@@ -58,8 +58,6 @@ class RankTraining(LocalTraining):
 
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, home: Any = None):
         self._waiting: Batch | None = None  # for a batch of every other rank
-        if run.device != "cpu":
-            run = replace(run, record=False)  # a CUDA graph cannot hold the conversation between ranks
         super().__init__(algo, run, env, model, config, home, ranks=Ranks())
         if self.side.iterate is not None:
             self.close()
@@ -124,6 +122,10 @@ def _plain(x: Any) -> Any:
 class LearnersTraining(RankTraining):
     """The first of several learners, which starts the others."""
 
+    records_on_gpus = False
+    """Whether updates on GPUs are recorded: as CUDA graphs, between which the ranks talk. Off until it has been seen to
+    work on one."""
+
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, home: Any = None):
         if dist.is_initialized():
             raise ConfigError(
@@ -135,6 +137,8 @@ class LearnersTraining(RankTraining):
                 "batches; set num_learners=%d or less",
                 run.num_learners, there, there,
             )  # fmt: skip
+        if run.device != "cpu" and not self.records_on_gpus:
+            run = replace(run, record=False)
         self._told, self._needs_main = portable((algo, run, sent(env), model, config))
         self._device = run.device
         self._children: list[Child] = []

@@ -10,7 +10,9 @@ from torch.utils._pytree import tree_flatten
 
 from bray.capture import MAX_PROGRAMS, capture, record
 from bray.capture.in_place import in_place
-from bray.capture.replay import replayed
+from bray.capture.over_ranks import mean_over_ranks, talk_by
+from bray.capture.replay import parts_of, replayed
+from bray.capture.tape import Op
 from bray.optim import Optimizer
 
 
@@ -240,3 +242,28 @@ def test_the_gradient_of_a_whole_slice_is_not_written_over_while_a_view_of_it_is
 
     for ours, eager in zip(trained(True), trained(False), strict=True):
         torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+
+
+def test_what_asks_other_ranks_is_between_the_parts_of_a_recording():
+    """On a GPU each part is a graph. The parts in their order do what the tape does; here every rank has the double."""
+    w = torch.ones(3)
+
+    def step(x):
+        mean = mean_over_ranks((x * w).sum(0))
+        w.sub_(0.1 * mean)
+        return mean_over_ranks(mean + w)
+
+    tape = record(step, *tree_flatten((torch.rand(2, 3),))).tape
+    parts = parts_of(tape)
+    assert [isinstance(part, Op) for part in parts] == [False, True, False, True, False]
+    x = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]])
+    talk_by(lambda x: 2.0 * x)
+    try:
+        slots = {0: x} | tape.held
+        for part in parts:
+            part.run(slots) if isinstance(part, Op) else part(slots)
+    finally:
+        talk_by(torch.clone)
+    mean = torch.tensor([2.0, 6.0, 6.0])
+    torch.testing.assert_close(w, 1.0 - 0.1 * mean)
+    torch.testing.assert_close(slots[tape.outputs[0]], 2.0 * (mean + w))

@@ -8,6 +8,7 @@ from torch import nn
 from bray import Experiment
 from bray.capture import capture
 from bray.optim import Optimizer
+from bray.train.learners import LearnersTraining
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 
@@ -70,3 +71,17 @@ def test_training_on_the_gpu_records_its_updates(run, env, more):
         assert x.device.type == DEVICE
         assert torch.isfinite(x).all()
     exp.close()
+
+
+def test_two_learners_that_share_a_gpu_learn_recorded_what_they_learn_eagerly(monkeypatch):
+    monkeypatch.setattr(LearnersTraining, "records_on_gpus", True)
+    weights = {}
+    for record in (False, True):
+        config = {"num_learners": 2, "num_envs": 4, "rollout_length": 32, "minibatches": 2, "record": record}
+        with Experiment("PPO", "CartPole-v1", device=DEVICE, seed=1, use_preset=False, config=config) as exp:
+            assert list(exp.train({"training_iteration": 3}))
+            assert exp.training.learner.is_recorded == record
+            assert exp.training.agree
+            weights[record] = exp.training.weights()
+    for name, x in weights[False].items():
+        np.testing.assert_allclose(weights[True][name], x, rtol=1e-3, atol=1e-4, err_msg=name)
