@@ -18,6 +18,7 @@ from bray.act.policy import (
     Tick,
     decide_now,
     go_on,
+    search_with,
     standard_normals,
 )
 from bray.act.rules import RULES, Distribution, Rule, make_rule
@@ -43,5 +44,6 @@ __all__ = [
     "decide_now",
     "go_on",
     "make_rule",
+    "search_with",
     "standard_normals",
 ]

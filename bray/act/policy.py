@@ -15,6 +15,7 @@ import numpy as np
 
 from bray.act.clock import TRAINED, Clock
 from bray.act.rules import Rule
+from bray.errors import ConfigError
 from bray.spec import ActionLayout
 from bray.tree import NestedArray
 
@@ -63,6 +64,8 @@ class Policy:
     rule: Rule | None = None
     """What a service acts by where it does not have this class; None where `act` is a way of its own."""
     _as_chosen = False  # whether the environment takes the numbers that the rule chooses
+    simulations: int | None = None
+    """Steps of its search for each decision, which may be changed; None where it does not search."""
     draws: Mapping[str, tuple[int, ...]] = {}
     """Random inputs of the Model (`model.draws`): name -> shape. Greedily it gets none: the mean weights, as in an
     exported graph."""
@@ -125,6 +128,16 @@ class Policy:
 
     def set_state(self, state: dict[str, np.ndarray]) -> None:
         """Go on from `get_state`."""
+
+
+def search_with(policy: Policy, simulations: int, who: str) -> None:
+    """From now on so many steps of the search; 0 = the Model alone. `who`: whose Policy it is, for the message."""
+    if policy.simulations is None:
+        raise ConfigError(
+            f"{who}: simulations={simulations} is for a policy that searches, such as that of AlphaZero, and this one "
+            "does not: leave it out"
+        )
+    policy.simulations = simulations
 
 
 def standard_normals(shapes: Mapping[str, tuple[int, ...]], rng: np.random.Generator) -> dict[str, np.ndarray]:

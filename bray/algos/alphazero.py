@@ -116,7 +116,8 @@ class Policy(act.Policy):
     def __init__(self, config: Config, spec: EnvSpec):
         self.num_actions = spec.num_actions  # refuses spaces that are not Discrete
         super().__init__(spec.layout, act.make_rule("dist"))
-        self.config, self.spec, self.simulations = config, spec, config.simulations
+        self.config, self.spec = config, spec
+        self.simulations: int = config.simulations
         self._positions: KnownPositions | None = None
 
     def decide(self, tick: Tick, carry: Any, rng: np.random.Generator | None, mode: str, clock: Clock) -> Deciding:

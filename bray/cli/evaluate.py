@@ -6,9 +6,10 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal
 
-from bray.act import GREEDY, SAMPLE
+from bray.act import GREEDY, SAMPLE, search_with
 from bray.cli.options import Eval
 from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, terminal, trusting
+from bray.data.piece import DEFAULT
 from bray.errors import ConfigError
 from bray.experiment import Experiment
 from bray.experiment.film import film, film_game
@@ -32,6 +33,9 @@ def evaluate(options: Eval) -> int:
     if options.episodes is not None and options.steps is not None:
         raise ConfigError("give either --episodes or --steps, not both")
     exp = Experiment.load(path, checkpoint, trust=trusting(options))
+    if options.simulations is not None:
+        for name in list(exp.policies) or [DEFAULT]:
+            search_with(exp.policy_named(name).policy, options.simulations, f"{path}, {exp.algorithms}")
     number = RunDir.open(path).pointer(checkpoint) if checkpoint in ("latest", "best") else checkpoint
     how: dict[str, Any] = {
         "out": path,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bray import tree
-from bray.act import GREEDY, TRAINED, Tick
+from bray.act import GREEDY, TRAINED, Policy, Tick
 from bray.cli.options import Export
 from bray.cli.show import facts, log_shown, plain_table, put, say, terminal, trusting
 from bray.config import ConfigSource
@@ -70,9 +70,15 @@ def export(options: Export) -> int:
             "that."
         )
     names = [GRAPH, MODEL, *([INT8] if int8 is not None else []), SAMPLES]
+    if not exp.served.policy.acts_by_rule():
+        say(f"they hold the network alone: {_kept_out(exp.served.policy)}, and is served with --engine torch", "yellow")
     facts([(name.rpartition(".")[0], folder / name) for name in names])
     exp.close()
     return 0
+
+
+def _kept_out(policy: Policy) -> str:
+    return "the search needs the game" if policy.simulations is not None else "its Policy acts in a way of its own"
 
 
 class _Exporter:

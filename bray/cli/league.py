@@ -22,7 +22,7 @@ from bray.league import IN_RUN, OUTSIDE, Event, League, PlayerRef, ResultLog, re
 from bray.rundir import RunDir
 from bray.train.acting import ActingPolicy, player_of
 from bray.train.games import play_two
-from bray.train.opponents import RANDOM
+from bray.train.opponents import ALONE, RANDOM
 from bray.train.table import Match, outcome
 
 _WIDE = 8  # players in a table of who beats whom
@@ -204,8 +204,8 @@ def _player(exp: Experiment, options: Options, name: str) -> ActingPolicy:
     known, (side, at, _) = list(exp.policies) or [DEFAULT], name.partition("@")
     served = exp.policy_named(side if side in known else known[0])
     if side not in known:
-        if ":" not in name and name != RANDOM and not Path(name).exists():
-            more = f"or {known[0]}@STEP, openspiel:BOT, module:function, a run directory, model.onnx"
+        if ":" not in name and name.partition("(")[0] not in (RANDOM, ALONE) and not Path(name).exists():
+            more = f"or {known[0]}@STEP, mcts, openspiel:BOT, module:function, a run directory, model.onnx"
             raise UnknownName("player", name, (*known, RANDOM), more)
         return opponent_of(name, served.spec, trusting(options))
     model = copy.deepcopy(served.model)

@@ -224,6 +224,9 @@ class Eval(Acting):
     render_human: Hidden = False
     seed: Whole | None = None
     """Other episodes than in every evaluation."""
+    simulations: Whole | None = None
+    """Steps of the search for each decision, where the policy searches (AlphaZero); 0 = its network alone [as in
+    training]."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from bray import act, tree
-from bray.act import SAMPLE, TRAINED, ActingEngine, Tick
+from bray.act import SAMPLE, TRAINED, ActingEngine, Tick, search_with
 from bray.act.feed import FileFeed
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, how_to_install
 from bray.inference.batcher import Batcher
@@ -351,12 +351,7 @@ class ServedModel:
             # have
             engine, self.policy = self.torch_engine(run.path, step)
             if (simulations := self.config.simulations) is not None:
-                if not hasattr(self.policy, "simulations"):
-                    raise ConfigError(
-                        f"{run.path}: simulations={simulations} is for a policy that searches, and that of "
-                        f"{self.about.get('algorithm')} does not: leave it out"
-                    )
-                self.policy.simulations = simulations
+                search_with(self.policy, simulations, f"{run.path}, {self.about.get('algorithm')}")
             return engine
         if self.config.simulations is not None:
             raise ConfigError(f"simulations={self.config.simulations} needs --engine torch, which has the search")

@@ -68,9 +68,9 @@ class SelfPlayConfig:
     """Which snapshots it meets more often: squared, linear = those that it loses to; variance = those of its own
     strength; uniform = all alike."""
     opponents: list[str] = field(default_factory=lambda: ["random", "first"])
-    """Whom an evaluation plays `eval_episodes` games each: random, first (the first snapshot), `module:function` with
-    `function(obs, rng) -> action`, openspiel:BOT (`openspiel:mcts(max_simulations=500)`), another run directory, or an
-    exported model.onnx."""
+    """Whom an evaluation plays `eval_episodes` games each: random, first (the first snapshot), mcts (a tree search in
+    games that can be cloned: `mcts(simulations=500)`), `module:function` with `function(obs, rng) -> action`,
+    openspiel:BOT (`openspiel:mcts(max_simulations=500)`), another run directory, or an exported model.onnx."""
 
     def __post_init__(self) -> None:
         check_fields(self, "run.self_play")

@@ -39,6 +39,7 @@ from bray.train.device import resolve_device
 from bray.train.driver import Driver
 from bray.train.evaluate import EVAL_SEED, LONGEST, eval_config, summarize
 from bray.train.local import check_inference, make_side
+from bray.train.mcts import SearchSeats
 from bray.train.opponents import FIRST, SpielBotSeats, load_opponent
 from bray.train.policies import encoder_owners, owners_first
 from bray.train.processes import Processes
@@ -359,7 +360,7 @@ def play_games(
         seats[name] = sits(name, side, env.num_envs, p.engine, p.policy, rng, mode=how, initial_state=p.initial_state)
     source = TableSource(env, seats, env.spec.agents)
     for seat in seats.values():
-        if isinstance(seat, SpielBotSeats):
+        if isinstance(seat, (SpielBotSeats, SearchSeats)):  # they look at the games
             seat.table = source
     source.watch(callbacks or CallbackList([]))
     source.reset(seed)

@@ -18,9 +18,12 @@ from bray.errors import ConfigError, UnknownName
 from bray.named import load_named
 from bray.spec import EnvSpec
 from bray.train.acting import ActingPolicy
+from bray.train.mcts import SearchSeats
 from bray.train.table import SeatRollout, TableSource
 
-RANDOM, FIRST, SPIEL = "random", "first", "openspiel:"
+RANDOM, FIRST, SPIEL, ALONE = "random", "first", "openspiel:", "mcts"
+SEARCH: dict[str, float] = {"simulations": 500, "c": 2.0}
+"""Settings of `mcts`."""
 
 
 class Blank:
@@ -86,17 +89,38 @@ def _state_of(env: Any) -> Any:
 
 
 def load_opponent(name: str, spec: EnvSpec) -> ActingPolicy:
-    """`random`, `openspiel:BOT` or `module:function`; in a game with these spaces."""
+    """`random`, `mcts`, `openspiel:BOT` or `module:function`; in a game with these spaces."""
     anybody = ActingPolicy(Blank(spec), Policy(spec.layout, make_rule("dist")), mode=SAMPLE)
     if name == RANDOM:
         return anybody
     if name.startswith(SPIEL):
         return replace(anybody, seats=partial(SpielBotSeats, bot=name.removeprefix(SPIEL)))
+    if name.partition("(")[0] == ALONE:
+        if spec.action.kind != "discrete":
+            raise ConfigError(f"{name} searches games with one number as an action, and here it is {spec.action}")
+        return replace(anybody, seats=partial(SearchSeats, **_search_settings(name)))
     if ":" not in name:
         raise UnknownName(
-            "opponent", name, (RANDOM, FIRST), "or openspiel:BOT, module:function, a run directory, model.onnx"
+            "opponent", name, (RANDOM, FIRST, ALONE), "or openspiel:BOT, module:function, a run directory, model.onnx"
         )
     function = load_named(name, "opponent", "run.self_play.opponents", {})
     if not callable(function):
         raise ConfigError(f"run.self_play.opponents: {name} is no function of (obs, rng)")
     return replace(anybody, seats=partial(BotSeats, function=function))
+
+
+def _search_settings(name: str) -> dict[str, Any]:
+    """Of `mcts(simulations=500,c=2.0)`, or any part of it."""
+    settings: dict[str, Any] = dict(SEARCH)
+    inside = name.removeprefix(ALONE)
+    for text in inside.removeprefix("(").removesuffix(")").split(",") if inside not in ("", "()") else ():
+        key, _, given = (part.strip() for part in text.partition("="))
+        if key not in SEARCH:
+            raise UnknownName("setting", key, SEARCH, "of mcts")
+        try:
+            settings[key] = type(SEARCH[key])(given)
+        except ValueError:
+            settings[key] = 0
+    if (inside and not (inside.startswith("(") and inside.endswith(")"))) or min(settings.values()) <= 0:
+        raise ConfigError(f"{name}: expected mcts, or mcts(simulations=500,c=2.0) with numbers above 0")
+    return settings

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 import bray
 from bray import tree
-from bray.act import GREEDY, SAMPLE, TRAINED, Clock, Tick, decide_now
+from bray.act import GREEDY, SAMPLE, TRAINED, Clock, Tick, decide_now, search_with
 from bray.act.tree_search import GAME_OVER, NOT_TRIED, Trees, grow
 from bray.algos import alphazero
+from bray.cli.main import main as cli
 from bray.data.piece import Piece
 from bray.data.positions import Positions
 from bray.envs.agent_games import ConnectFour, Hunt, Matrix, Nim
@@ -24,10 +26,13 @@ from bray.envs.positions import KnownPositions
 from bray.errors import ConfigError, EnvError
 from bray.nn import ModelConfig
 from bray.rundir.trust import UntrustedRun
+from bray.service import PolicyService, configure
+from bray.serving.background import BackgroundServer
 from bray.serving.config import ServedModelConfig
 from bray.serving.model import ServedModel
 from bray.spec import MOVES
-from bray.train.mcts import MCTS
+from bray.train.mcts import MCTS, best_move
+from tests.serving_for_tests import Wire
 
 C = 1.3
 QUICK = {"num_envs": 4, "simulations": 6, "learning_starts": 40, "batch_size": 16, "train_every": 8}
@@ -453,6 +458,61 @@ def test_a_run_goes_on_exactly_is_evaluated_and_served(tmp_path):
     assert serving.policy.simulations == 30
 
 
+def test_a_service_searches_as_long_as_it_is_told(tmp_path, capsys):
+    """Over a socket: with enough simulations whoever can win Nim does, and 0 is the network alone."""
+    path = tmp_path / "run"
+    with bray.Experiment("AlphaZero", Nim, path=path, model=SMALL, **QUICK) as exp:
+        exp.fit({"training_iteration": 1}, progress=False)
+    from bray.experiment import torch_engine
+
+    def answers(simulations):
+        asked = {"port": 0, "admin_port": 0, "engine": "torch", "simulations": simulations}
+        service, model = configure([bray.config.ConfigSource("test", asked)])
+        served = PolicyService({"nim": path}, model, torch_engine=torch_engine)
+        known, played = KnownPositions(Nim), [[], [0], [0, 2], [1, 2, 1], [2, 2], [2, 2, 2]]
+        with BackgroundServer(served.make_actor, service, served.prepare) as server, Wire(server.port) as wire:
+            wire.step("start", "game", b"{}")
+            for moves in played:
+                row = [*moves, *[-1] * (12 - len(moves))]
+                seen = {k: x.tolist() for k, x in known.at(np.array(row, np.int16)).obs.items()}
+                status, body = wire.step("tick", "game", json.dumps({"obs": {**seen, "moves": row}}).encode())
+                assert status == 200, body
+                yield 12 - sum(m + 1 for m in moves), json.loads(body)["action"], {**seen, "moves": row}
+
+    for left, action, _ in answers(300):
+        if left % 4:
+            assert action + 1 == left % 4
+    exp = bray.Experiment.load(path)
+    search_with(exp.served.policy, 0, "here")
+    for _, action, obs in answers(0):
+        assert action == exp.served({k: np.array(x, np.int16 if k == MOVES else np.float32) for k, x in obs.items()})
+    assert cli(["eval", str(path), "--simulations", "40", "--episodes", "2"]) == 0
+    assert cli(["export", str(path)]) == 0
+    assert "the network alone: the search needs the game" in " ".join(capsys.readouterr().out.split())
+
+
+def test_simulations_of_an_evaluation_are_for_policies_that_search(tmp_path, capsys):
+    with bray.Experiment("PPO", Nim, path=tmp_path / "run", num_envs=2, rollout_length=16, model=SMALL) as exp:
+        exp.fit({"training_iteration": 1}, progress=False)
+    assert cli(["eval", str(tmp_path / "run"), "--simulations", "40"]) == 2
+    assert "PPO: simulations=40 is for a policy that searches" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_game_of_the_docs_is_searched(tmp_path, monkeypatch):
+    page = (Path(bray.__file__).parents[1] / "docs" / "environments.md").read_text()
+    (tmp_path / "a_board_of_the_docs.py").write_text(page.split("# my_board.py\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    with bray.Experiment("AlphaZero", "a_board_of_the_docs:Twentyone", model=SMALL, **QUICK) as exp:
+        exp.check_env()
+        row = exp.fit({"env_steps_total": 100}, progress=False)
+        assert row["loss/policy_loss"] > 0
+        game = exp.served.spec.game
+    for moves in ([2, 2, 2, 1], [2, 2, 2, 2, 0], [2, 2, 2, 2, 1]):  # who makes 16 or 20 wins
+        at = KnownPositions(game).at(np.array([*moves, -1], np.int16))
+        total = sum(m + 1 for m in moves)
+        assert best_move(at, 600, np.random.default_rng(0)) + 1 == 4 - total % 4
+
+
 def test_a_run_from_elsewhere_does_not_bring_its_game(tmp_path):
     made = {"run": "AlphaZero", "env": "bray.envs.agent_games:Nim", "config": QUICK, "model": SMALL}
     with bray.Experiment(**made, path=tmp_path / "run") as exp:
@@ -468,7 +528,7 @@ def test_simulations_are_for_policies_that_search(tmp_path):
         exp.fit({"training_iteration": 1}, progress=False)
     from bray.experiment import torch_engine
 
-    for engine, words in (("torch", "that of PPO does not: leave it out"), ("onnx", "needs --engine torch")):
+    for engine, words in (("torch", "PPO: simulations=3 is for a policy that searches"), ("onnx", "needs --engine torch")):
         with pytest.raises(ConfigError, match=words):
             ServedModel("nim", tmp_path / "run", ServedModelConfig(engine=engine, simulations=3), torch_engine).open()
 

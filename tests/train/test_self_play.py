@@ -301,6 +301,14 @@ def test_bots_of_openspiel_play():
     assert len(set(both)) > 1, "a simultaneous game"
 
 
+def test_search_alone_plays_any_game_that_can_be_cloned():
+    for game in (NIM, "bray.envs.agent_games:ConnectFour"):
+        assert np.mean(bot_games("mcts(simulations=40)", "random", game, games=10)) >= 0.8
+    strong = bot_games("mcts(simulations=150)", "mcts(simulations=3,c=1.5)", NIM, games=8)
+    assert sum(strong) >= 6, "of eight games, whoever begins"
+    assert bot_games("mcts(simulations=9)", "random", NIM, 6) == bot_games("mcts(simulations=9)", "random", NIM, 6)
+
+
 @pytest.mark.parametrize(
     ("bot", "env", "message"),
     [
@@ -308,6 +316,11 @@ def test_bots_of_openspiel_play():
         ("openspiel:mcts(simulations=3)", "openspiel:tic_tac_toe", "max_simulations"),
         ("openspiel:mcts(max_simulations=", "openspiel:tic_tac_toe", "is no bot for tic_tac_toe"),
         ("openspiel:mcts", NIM, "plays games of OpenSpiel, and this one is Nim"),
+        ("mcts(rollouts=3)", NIM, r"unknown setting 'rollouts' \(of mcts\)"),
+        ("mcts(simulations=few)", NIM, "numbers above 0"),
+        ("mcts(simulations=3", NIM, "numbers above 0"),
+        ("mcts", "openspiel:kuhn_poker", "cannot be searched: it has chance and hidden information"),
+        ("mcts", "bray.envs.agent_games:Matrix", r"Matrix cannot be searched: define clone\(self\)"),
     ],
 )
 def test_bots_that_cannot_play_are_refused(bot, env, message):
