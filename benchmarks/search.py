@@ -18,6 +18,7 @@ import multiprocessing
 import platform
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 
 import bray
 from bray.act import GREEDY, SAMPLE
+from bray.config import ConfigSource
 from bray.envs.outside_games import make_bot
 from bray.train.games import play_two
 from bray.train.opponents import load_opponent
@@ -110,41 +112,35 @@ def train(path: Path, args: argparse.Namespace, until: float) -> list[dict[str, 
     return curve
 
 
-def play(path: str, simulations: int, games: int, seed: int, device: str) -> dict[str, list[float]]:
-    """Outcomes of so many games against each opponent."""
+def play(path: str, name: str, simulations: int, games: int, seed: int, device: str) -> list[float]:
+    """Outcomes of so many games against an opponent."""
     torch.set_num_threads(1)
-    exp = bray.Experiment.load(path)
-    spec = exp.spec_of()
-    (side,) = spec.sides.values()
-    found = {}
-    for name, mode in (("mcts", GREEDY), ("network", SAMPLE)):
-        (mine,), (alone,) = exp.players(spec).values(), bray.Experiment.load(path).players(spec).values()
-        mine.policy.simulations, mine.mode, alone.policy.simulations = simulations, mode, 0
-        for player in (mine, alone):
-            player.engine.model.to(device)
-        other = load_opponent(BOT, side.spec) if name == "mcts" else alone
-        played = play_two(mine, other, exp.config["env"], spec.agents, games, seed=1_000 * seed + 17, mode=GREEDY)
-        found[name] = [float(outcome(match, (agent,))) for match, agent in played]
-    return found
+    where = [ConfigSource("search", {"run": {"device": device}})]
+    mine, alone = (bray.Experiment.load(path, sources=where) for _ in range(2))
+    spec = mine.spec_of()
+    ((seat, side),) = spec.sides.items()
+    me, network = mine.players(spec)[seat], alone.players(spec)[seat]
+    me.policy.simulations, network.policy.simulations = simulations, 0
+    me.mode = GREEDY if name == "mcts" else SAMPLE
+    other = replace(load_opponent(BOT, side.spec), mode=GREEDY) if name == "mcts" else network
+    played = play_two(me, other, mine.config["env"], spec.agents, games, seed=1_000 * seed + 17)
+    return [float(outcome(match, (agent,))) for match, agent in played]
 
 
 def score(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Wins, draws, losses and points against each opponent; each process plays its share, in both seats alike."""
-    each = args.games // args.jobs // 2 * 2
-    shares = [each + (2 if i < (args.games - each * args.jobs) // 2 else 0) for i in range(args.jobs)]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, mp_context=spawn) as pool:
-        tasks = [pool.submit(play, str(path), args.simulations, n, i, "cpu") for i, n in enumerate(shares) if n]
-        played = [task.result() for task in tasks]
-    out = {}
-    for name in GOALS:
-        outcomes = np.array([x for share in played for x in share[name]])
-        counts = {
-            "win": int((outcomes > 0).sum()),
-            "draw": int((outcomes == 0).sum()),
-            "loss": int((outcomes < 0).sum()),
-        }
-        out[name] = {**counts, "points": round((counts["win"] + 0.5 * counts["draw"]) / len(outcomes), 4)}
+    pairs, out = args.games // 2, {}
+    shares = [2 * (pairs // args.jobs + (i < pairs % args.jobs)) for i in range(args.jobs)]
+    device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for name in GOALS:
+            asked = [(str(path), name, args.simulations, n, i, device) for i, n in enumerate(shares) if n]
+            tasks = [pool.submit(play, *one) for one in asked]
+            outcomes = np.array([x for task in tasks for x in task.result()])
+            counts = {k: int((np.sign(outcomes) == v).sum()) for k, v in (("win", 1), ("draw", 0), ("loss", -1))}
+            points = (counts["win"] + 0.5 * counts["draw"]) / len(outcomes)
+            out[name] = {**counts, "points": round(points, 4)}
+            print(json.dumps({name: out[name]}), flush=True)
     return out
 
 
@@ -166,6 +162,9 @@ def main() -> None:
     torch.set_num_threads(1)
     curve = train(args.run, args, started + args.seconds)
     learnt = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    lines = "".join(f"{json.dumps(line)}\n" for line in curve)
+    (args.out / "connect-four-search.jsonl").write_text(lines)
     found = score(args.run, args)
     record = {
         "seed": args.seed,
@@ -178,9 +177,7 @@ def main() -> None:
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
         "settings": SETTINGS,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    lines = "".join(f"{json.dumps(line)}\n" for line in (*curve, record))
-    (args.out / "connect-four-search.jsonl").write_text(lines)
+    (args.out / "connect-four-search.jsonl").write_text(lines + json.dumps(record) + "\n")
     print(json.dumps({k: v for k, v in record.items() if k != "settings"}), flush=True)
 
 
