@@ -79,7 +79,7 @@ def clone(files: Path, seed: int, path: Path) -> float:
     """The mean return of a policy that was cloned."""
     with Experiment("BC", GAME, data=files, path=path, seed=seed, config=CLONED) as exp:
         exp.fit({figures.GRADIENT_STEPS: GRADIENT_STEPS}, progress=False)
-        return float(exp.evaluate()["return_mean"])
+        return float(exp.evaluate()["eval/return_mean"])
 
 
 def passed_after(target: float, seed: int, path: Path, **more: Any) -> tuple[int | None, list[dict[str, Any]]]:

@@ -218,6 +218,8 @@ class Replay(Experience):
         self._views: list[tuple[list[Any], dict[str, Any]]] = []
         self._files: Dataset | None = None
         self._share, self._drawn = 0.0, 0  # of a batch from files; batches so far
+        self.files_first = 0
+        """Batches that are still to come of the files alone, before any with rows that are played."""
         self.seed(0)
 
     @classmethod
@@ -340,6 +342,9 @@ class Replay(Experience):
         return 0 if self.ring is None else len(self.ring)
 
     def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
+        if self.files_first and self.ring is not None:
+            self.files_first -= 1
+            return Batch(data := self._draw_files(self.batch_size), self.batch_size, data["id"])
         if self._left == 0:
             if self._due < self.train_every:
                 return None
@@ -372,11 +377,14 @@ class Replay(Experience):
         mine["demo"] = np.zeros(self.batch_size - demos, np.float32)
         if not demos:
             return mine
-        theirs = self._files.draw(demos)
-        theirs |= {"demo": np.ones(demos, np.float32), "id": np.full(demos, -1, np.int64)}
+        theirs = self._draw_files(demos)
         if lacks := mine.keys() - theirs.keys():
             raise DataError(f"the files have no columns {sorted(lacks)}, which rows that are played have")
         return {name: tree.concat([column, theirs[name]]) for name, column in mine.items()}
+
+    def _draw_files(self, rows: int) -> dict[str, NestedArray]:
+        assert self._files is not None
+        return {**self._files.draw(rows), "demo": np.ones(rows, np.float32), "id": np.full(rows, -1, np.int64)}
 
     def room(self) -> bool:
         return self._due < max(4 * self.train_every, self.batch_size) or not self._ready()
@@ -432,7 +440,7 @@ class Replay(Experience):
         files: dict[str, Any] = {}
         if self._files is not None:
             files = {"files": (state := self._files.get_state(None))["arrays"]}
-            json |= {"files": state["json"], "drawn": self._drawn}
+            json |= {"files": state["json"], "drawn": self._drawn, "files_first": self.files_first}
         if self.ring is None or directory is None:
             came = self.ring is not None
             return {"arrays": files, "json": {**json, "rows": False, "came": came}, "exact": not came}
@@ -445,7 +453,7 @@ class Replay(Experience):
         self._due, self._left, self._version = int(json["due"]), int(json["left"]), int(json["version"])
         if self._files is not None and "files" in json:
             self._files.set_state({"arrays": arrays["files"], "json": json["files"]}, None)
-            self._drawn = int(json["drawn"])
+            self._drawn, self.files_first = int(json["drawn"]), int(json.get("files_first", 0))
         if not json["rows"] or directory is None:
             self.ring = None
             return not json["came"]

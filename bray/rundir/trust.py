@@ -201,7 +201,7 @@ HARMLESS = {
         request_timeout_s keep_alive_s drain_timeout_s first_request_s max_body max_bodies max_header max_connections
         max_pending max_pending_per_session blocked_after_s check_obs fallback max_wait_s max_queue max_json
     """,
-    "data": "epochs obs actions skip_broken share memory_mb",
+    "data": "epochs obs actions skip_broken share pretrain memory_mb",
 }
 """All other keys, by section: numbers, choices and names that Bray looks up in its own tables. The `algo` section has
 no texts but those of `ASKS`: a test looks."""

@@ -293,6 +293,9 @@ class DataConfig:
     share: Annotated[Share | None, Flag("--data-share")] = None
     """Play in the environment too, and take this share of the rows of every batch from the files; for algorithms that
     replay single transitions. null = learn from the files alone."""
+    pretrain: Annotated[Whole, Needs("share")] = 0
+    """Batches of the files alone that are learnt from before games are played: gradient steps that cost no step of the
+    environment. For algorithms that replay."""
     memory_mb: Count = 2048
     """Memory for transitions of files, in MB. Where they need more, each epoch reads the files in parts, of episodes
     that are drawn anew."""

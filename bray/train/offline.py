@@ -111,6 +111,13 @@ class MixedTraining(LocalTraining):
             source = FileSource(files, self.spec.layout, reads_itself=True, rewards=rewards.clipped)
             assert data.share is not None
             self.experience.mix_with(source, data.share, data.memory_mb * 1_000_000, run.seed)
+            if data.pretrain:
+                if not isinstance(self.experience, Replay):
+                    raise ConfigError(
+                        f"data.pretrain: {run.algorithm} learns from rollouts beside the files, not from files alone: "
+                        "leave it out, or start with a cloned policy (--run BC --data FILES, then --init-from)"
+                    )
+                self.experience.files_first = data.pretrain
         except BaseException:
             self.close()
             raise

@@ -232,9 +232,25 @@ def test_batches_have_the_share_of_files_that_was_asked_for(share, more, files, 
     assert rows[-1]["episodes_total"] > 0  # it has played, too
 
 
+@pytest.mark.parametrize("more", [{}, {"prioritized": True}])
+def test_batches_of_the_files_alone_come_first(more, files, tmp_path):
+    """40 of them, drawn without replacement; the steps of the environment are learnt from as without them."""
+    given = {"run": "DQN", "data": files, "share": 0.5, "replay_size": 500, **MIXED, **more}
+    drawn = {}
+    for pretrain in (0, 40):
+        with Experiment(**given, path=tmp_path / str(pretrain), pretrain=pretrain) as exp:
+            seen, learn = drawn.setdefault(pretrain, []), exp.training.learner.update
+            exp.training.learner.update = lambda b, clock, s=seen, f=learn: s.append((b["demo"], clock)) or f(b, clock)
+            list(exp.train(stop={"env_steps_total": 1000}))
+    first, rest = drawn[40][:40], drawn[40][40:]
+    assert all(demo.all() for demo, _ in first)
+    assert max(clock.env_steps for _, clock in first) <= 8
+    assert [demo.mean() for demo, _ in rest] == [demo.mean() for demo, _ in drawn[0]]
+
+
 def test_a_mixture_goes_on_exactly(files, tmp_path):
     words = ["train", "--run", "DQN", "--env", ENV, "--data", str(files), "--data-share", "0.6", "num_workers=0"]
-    words += ["--project", str(tmp_path), *SETTINGS, "learning_starts=50", "replay_size=500"]
+    words += ["--project", str(tmp_path), *SETTINGS, "learning_starts=50", "replay_size=500", "pretrain=20"]
     assert main([*words, "--trial", "whole", "--steps", "2000"]) == 0
     assert main([*words, "--trial", "half", "--steps", "1000"]) == 0
     assert main(["train", "--resume", str(tmp_path / "half"), "--stop", '{"env_steps_total": 2000}']) == 0
@@ -250,6 +266,7 @@ def test_a_mixture_goes_on_exactly(files, tmp_path):
         ({"run": "PPO"}, r"use DQN, SAC, GAIL or the like \(not PPO\)"),
         ({"normalize_rewards": True}, "without env.normalize_rewards"),
         ({"run": "R2D2", "use_lstm": True}, "this algorithm draws Sequences"),
+        ({"run": "GAIL", "pretrain": 9}, "GAIL learns from rollouts beside the files.*start with a cloned policy"),
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(more, message, files, tmp_path):
