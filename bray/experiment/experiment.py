@@ -59,6 +59,7 @@ from bray.train.fit import Choice
 from bray.train.games import GameTraining, play_games, seating_of, side_of, summarize_games
 from bray.train.goals import Score, check_stop, reached
 from bray.train.live import ID as LIVE, LiveTraining, live_spec
+from bray.train.live_league import LiveLeagueTraining
 from bray.train.local import LocalTraining, seeded
 from bray.train.machine import this_machine
 from bray.train.offline import ID as FILES, FileTraining, MixedTraining, data_spec
@@ -193,7 +194,9 @@ class Experiment:
         plays = not self.live and not self.from_files
         for name, setup in self.policies.items():
             spec_of = partial(self._side_spec, name) if self.is_game else partial(env_spec, setup.config["env"])
-            config, choice = settle(setup.algo, setup.config, spec_of, not self.is_game)
+            config, choice = settle(
+                setup.algo, setup.config, self.spec_of if self.live else spec_of, plays and not self.is_game
+            )
             self.policies[name] = replace(setup, config=config)
             if choice is not None:
                 logger.info("auto: %s: %s", name, choice)
@@ -259,6 +262,10 @@ class Experiment:
             setups = self.policies or {DEFAULT: Setup(self.algo, self.env_id, False, c)}
             home, learn = home_of(c["run"]), c["run"].policies_to_train
             return GameTraining(setups, c["run"], c["env"], learn, home, opponent_of)
+        if self.live:
+            setups = self.policies or {DEFAULT: Setup(self.algo, self.env_id, True, c)}
+            kind = LiveTraining if c["run"].self_play is None else LiveLeagueTraining
+            return kind(setups, c["run"], c["env"], c["live"])
         if c["run"].self_play is not None:
             raise ConfigError(f"run.self_play is for a game of several agents, and {self.env_id} has one: leave it out")
         if c["run"].policy_mapping is not None:
@@ -269,8 +276,6 @@ class Experiment:
         if self.policies:
             return make_trainings(self.policies, c["run"], home_of)
         parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
-        if self.live:
-            return LiveTraining(*parts, c["live"])
         if "data" in c.sections:
             return (
                 FileTraining(*parts, c["data"])
@@ -302,8 +307,7 @@ class Experiment:
                     write_about(own, self.policies[name], part)
         elif not self._resumes:
             write_about(directory, self, training)
-        if isinstance(training, GameTraining):
-            training.keep_in(directory)
+        training.keep_in(directory)
         if not self._resumes:
             self._warn_of_script()
         return directory
@@ -601,8 +605,7 @@ class Experiment:
         with made_from(path):
             run = self.run
         training, weights = self.training, checkpoint.models
-        if isinstance(training, GameTraining):
-            training.keep_in(directory)
+        training.keep_in(directory)
         if training.several:
             if training.sides.keys() != weights.keys():
                 raise CheckpointError(

@@ -195,7 +195,7 @@ HARMLESS = {
         layer_norm init layers custom_options
     """,  # custom_options: the arguments of a network, and trusted with its name
     "live": """
-        obs actions rows wait_s fair reward_range obs_range max_games
+        obs actions agents rows wait_s fair reward_range obs_range max_games
         session_secrets max_connections_per_address max_sessions_per_address
         max_requests_per_address use_tcp use_gateway tick_timeout_s idle_timeout_s disconnect_timeout_s
         request_timeout_s keep_alive_s drain_timeout_s first_request_s max_body max_bodies max_header max_connections

@@ -240,6 +240,9 @@ class LiveGames:
     """The action that games want: 3 (choices), '3,2' (two choices), or 'float32[2] -1..1'."""
     spec: Annotated[str | None, Flag(metavar="FILE")] = None
     """Instead of both: a JSON file {"obs": ..., "actions": ...}, or a run's spec.json. (Or --env, for its spaces.)"""
+    agents: tuple[str, ...] = ()
+    """Of a league (self_play): the names of the game's agents, each of which has a session of its own. (Or --env of an
+    environment of several.)"""
     rows: Count | None = None
     """Rows of a rollout; null = rollout_length x 8, or x env.num_envs where that is more."""
     wait_s: Annotated[float, Interval(ge=0, le=6)] = 0.0

@@ -31,6 +31,7 @@ from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
 from bray.metrics.rows import side_key
 from bray.metrics.spent import PHASES, Cores
+from bray.rundir import RunDir
 from bray.train.device import tiny_as_zero
 from bray.train.ranks import DistributedLearner, Ranks
 from bray.train.side import Means, Side
@@ -262,7 +263,7 @@ class Driver:
         while not self._stop and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, WAIT_S))
 
-    def go_back(self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path) -> None:
+    def go_back(self, state: dict[str, Any], weights: Mapping[str, Any], replay_dir: Path) -> None:
         """Learn on from the state of a checkpoint, while counters and games go on as they are."""
         raise NotImplementedError
 
@@ -566,6 +567,9 @@ class Driver:
         parts = {} if arrays is None else {k: v["learner"] for k, v in self._of_sides(arrays).items()}
         found = [side.lost_weights(parts.get(name)) for name, side in self.sides.items()]
         return " and ".join(lost for lost in found if lost)
+
+    def keep_in(self, directory: RunDir) -> None:
+        """Where it writes what is not in checkpoints; told before it trains."""
 
     def close(self) -> None:
         for source in self._running:

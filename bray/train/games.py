@@ -307,7 +307,7 @@ class GameTraining(Driver):
 
 def _check(run: RunConfig, env: EnvConfig) -> None:
     if run.self_play is not None:
-        _check_league(run)
+        check_league(run)
     if run.workers and env.normalize_rewards:
         raise ConfigError("env.normalize_rewards of games of several agents needs num_workers=0: leave one of them out")
     check_inference(run)
@@ -320,7 +320,8 @@ def _check(run: RunConfig, env: EnvConfig) -> None:
             )
 
 
-def _check_league(run: RunConfig) -> None:
+def check_league(run: RunConfig) -> None:
+    """Refuse what does not go with a league."""
     if run.workers:
         raise ConfigError(f"run.self_play plays here: leave num_workers={run.workers} out (num_workers=0)")
     if len(run.policies) == 1:

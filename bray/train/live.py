@@ -14,10 +14,10 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import nn
@@ -98,12 +98,21 @@ def live_spec(live: LiveConfig, env: EnvConfig) -> EnvSpec:
 class LiveSource(Source):
     """Games that call a service in this process."""
 
-    def __init__(self, side: Side, spec: EnvSpec, live: LiveConfig, env: EnvConfig, seed: int):
+    def __init__(
+        self,
+        side: Side,
+        spec: EnvSpec,
+        live: LiveConfig,
+        env: EnvConfig,
+        seed: int,
+        news: threading.Condition | None = None,
+    ):
+        """news: shared by the sources of several sides, which a service of theirs brings pieces"""
         if env.normalize_rewards:
             raise ConfigError(
                 "normalize_rewards needs the games side by side; divide the rewards in the game, or use clip_rewards"
             )
-        self.live, self.experience = live, side.experience
+        self.live, self.experience, self.side = live, side.experience, side.name
         self.clock = Clock()
         self._latest = Latest(self._send, every=_PUBLISH_EVERY)
         self.queue = FairQueue(_rows_of(side.experience), live.fair)
@@ -117,7 +126,9 @@ class LiveSource(Source):
         self._in_batch: dict[int, None] = {}  # games of the batch that is being filled
         self._learnt: list[int] = []  # and of the last one
         self._passed = 0.0  # size of the largest reward that was learnt from
-        self._news = threading.Condition()
+        self._news = news or threading.Condition()
+        self.arrived = 0
+        """Pieces that have come; `_news` is held while it is used."""
         self.held: dict[asyncio.Future[None], tuple[int, Piece, Counts]] = {}
         """What waits for room in the queue; `_news` is held while it is used."""
         self._closing = False
@@ -152,27 +163,24 @@ class LiveSource(Source):
         """Begin to answer, if we do not yet."""
         if self.server is not None:
             return
+        self.begin()
+        config = {"policy": {"model": self.acting}}
+
+        def make_actor(**more: Any) -> PolicyActor:
+            return PolicyActor({"policy": BasePolicyAgent}, config, **more)
+
+        self.server = serve_games(make_actor, self.live, [self], lambda: self.about())
+
+    def begin(self) -> None:
+        """Be ready to answer, and to take pieces."""
         self._closing = False
         use_compiled_draws()
         self.acting.warm_up()
-        length = PIECE if self.experience.piece_length in (None, 1) else min(PIECE, self.experience.piece_length)
-        config = {"policy": {"model": self.acting}}
-        most = body_limit(self.acting.spec, self.live.max_json)  # base64 of a large observation
-        service = self.live.service()
-        service = with_environment(replace(service, max_body=min(service.max_body, max(MAX_JSON, most))))
 
-        def make_actor() -> PolicyActor:
-            more: dict[str, Any] = {"episode_length": length, "serialize": "json", "max_json": service.max_body}
-            return PolicyActor({"policy": BasePolicyAgent}, config, fallback=self.live.fallback, **more)
-
-        def prepare(server: Server) -> None:
-            server.routes["training"] = self._page
-            server.numbers.append(self.acting.numbers)
-
-        self.server = BackgroundServer(make_actor, service, prepare)
-
-    async def _page(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
-        return 200, "application/json", json.dumps(self.about()).encode()
+    @property
+    def piece_length(self) -> int:
+        """Ticks of a game that are learnt from together."""
+        return PIECE if self.experience.piece_length in (None, 1) else min(PIECE, self.experience.piece_length)
 
     @property
     def port(self) -> int:
@@ -200,7 +208,7 @@ class LiveSource(Source):
         if len(self._names) > _NAMES:
             self._names.clear()
         self._names[int(piece.stream[0])] = session
-        item = (self.places.game(int(piece.stream[0]), piece.length), piece, counts)
+        item = (self.places.game(int(piece.stream[0]), piece.length), replace(piece, side=self.side), counts)
         with self._news:
             if self._closing or self.live.wait_s <= 0 or not self.is_full(item[0], piece.length):
                 self._put(item)
@@ -219,6 +227,7 @@ class LiveSource(Source):
 
     def _put(self, item: tuple[int, Piece, Counts]) -> None:
         self.queue.put(*item)
+        self.arrived += 1
         self._news.notify()
 
     def _let_in(self) -> bool:
@@ -252,11 +261,15 @@ class LiveSource(Source):
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         self.open()
+        return self.take(timeout)
+
+    def take(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
+        """`gather`, of a service that is open."""
         self._latest.flush()
         with self._news:
             self._laps.lap("elsewhere")
             came = self._take()
-            if not came:
+            if not came and timeout > 0.0:
                 self._news.wait(timeout)
                 came = self._take()
             self._laps.lap("idle")
@@ -314,8 +327,11 @@ class LiveSource(Source):
 
     def numbers(self) -> dict[str, Any]:
         self.score = self.returns.median
-        left = {"live/rows_left_out": self.rewards.left_out, "live/rewards_cut": self.rewards.cut}
-        return {LIVE_SCORE: self.score, **(left if self.live.fair else {})}
+        return {LIVE_SCORE: self.score, **(self.left() if self.live.fair else {})}
+
+    def left(self) -> dict[str, int]:
+        """What was not learnt from as it came."""
+        return {"live/rows_left_out": self.rewards.left_out, "live/rewards_cut": self.rewards.cut}
 
     def publish(self, side: str, weights: Callable[[], Weights], clock: Clock) -> None:
         self._latest.publish(weights, clock)
@@ -353,6 +369,28 @@ class LiveSource(Source):
         if self.server is not None:
             self.server.close()
             self.server = None
+
+
+def serve_games(
+    make_actor: Callable[..., PolicyActor],
+    live: LiveConfig,
+    sources: Sequence[LiveSource],
+    about: Callable[[], dict[str, Any]],
+) -> BackgroundServer:
+    """Answer games with these actors; `about`: of the page of their owner."""
+    most = body_limit(sources[0].acting.spec, live.max_json)  # base64 of a large observation
+    service = live.service()
+    service = with_environment(replace(service, max_body=min(service.max_body, max(MAX_JSON, most))))
+    more = {"episode_length": min(source.piece_length for source in sources), "max_json": service.max_body}
+
+    async def page(method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
+        return 200, "application/json", json.dumps(about()).encode()
+
+    def prepare(server: Server) -> None:
+        server.routes["training"] = page
+        server.numbers += [source.acting.numbers for source in sources]
+
+    return BackgroundServer(lambda: make_actor(serialize="json", fallback=live.fallback, **more), service, prepare)
 
 
 class LiveEngine:
@@ -399,20 +437,42 @@ def _weights(model: Any) -> dict[str, np.ndarray]:
     return {k: v.detach().cpu().numpy() for k, v in model.state_dict().items()}
 
 
-class LiveTraining(SteadyDriver):
-    """An algorithm that learns from the games that call, in this process."""
+class Made(Protocol):
+    """What a policy is made from: see `bray.train.setup.Setup`."""
 
-    def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, live: LiveConfig):
-        self.algo, self.run_config, self.env_config, self.live = algo, run, env, live
+    @property
+    def algo(self) -> Any: ...
+
+    @property
+    def config(self) -> Any: ...
+
+
+class LiveTraining(SteadyDriver):
+    """Algorithms that learn from the games that call, in this process."""
+
+    def __init__(self, setups: Mapping[str, Made], run: RunConfig, env: EnvConfig, live: LiveConfig):
+        """`setups`: of each policy, by name"""
+        self.run_config, self.env_config, self.live = run, env, live
         if run.eval_freq or run.video_freq:
             raise ConfigError("eval_freq, video_freq: live games cannot be evaluated in; leave them out")
         self.device = resolve_device(run.device)
         self.spec = live_spec(live, env)
-        side = make_side(algo, run, self.spec, model, config)
-        _fit(side.experience, live, env, is_recurrent(side.model))
-        self.source = LiveSource(side, self.spec, live, env, run.seed)
-        super().__init__([side], [self.source])
+        sides = {name: self._side(name, setup) for name, setup in setups.items()}
+        self.source = self._play(sides)
+        super().__init__(list(sides.values()), [self.source])
         self.source.about = self.about
+
+    def _side(self, name: str, setup: Made) -> Side:
+        c = setup.config
+        side = make_side(setup.algo, c["run"], self.spec, c["model"], c["algo"])
+        side.name = name
+        _fit(side.experience, self.live, self.env_config, is_recurrent(side.model))
+        return side
+
+    def _play(self, sides: Mapping[str, Side]) -> Any:
+        """Where their games come from."""
+        (side,) = sides.values()
+        return LiveSource(side, self.spec, self.live, self.env_config, self.run_config.seed)
 
     depends_on_timing = "the games are live"
 
@@ -424,13 +484,12 @@ class LiveTraining(SteadyDriver):
         return {
             "learner": self.trouble or "learns",
             "env_steps_total": self.totals.env_steps,
-            "learner_steps_total": self.learner.steps,
+            "learner_steps_total": self.steps,
             "episode_return_mean": self.totals.episodes.return_mean,
             "episodes_total": self.totals.episodes.total,
             LIVE_SCORE: self.source.score,
             "rows_dropped": self.totals.dropped,
-            "rows_left_out": self.source.rewards.left_out,
-            "rewards_cut": self.source.rewards.cut,
+            **{key.removeprefix("live/"): count for key, count in self.source.left().items()},
             "updates_undone": self.updates_undone,
             "updates": self.experience.when_due(),
             "waiting": self.reason_to_wait() or None,
@@ -439,12 +498,13 @@ class LiveTraining(SteadyDriver):
     def suspects(self) -> list[str]:
         return self.source.suspects()
 
-    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+    def set_weights(self, weights: Mapping[str, Any]) -> None:
         super().set_weights(weights)
-        self.source.publish(self.side.name, self.side.weights_now, self.clock)
+        for side in self.sides.values():
+            self.source.publish(side.name, side.weights_now, self.clock_of(side))
 
     def check_rows(self) -> None:
-        left_out = self.experience.leave_out(self.live.reward_range)
+        left_out = sum(side.experience.leave_out(self.live.reward_range) for side in self.sides.values())
         if left_out:
             logger.warning(
                 "%d rows of the saved replay are left out: they are not finite, or their reward is beyond "

@@ -55,8 +55,10 @@ def set_up_policies(
     run: RunConfig = of_run.config["run"]
     if not run.policies:
         return {}
-    if of_run.live or "data" in of_run.config.sections:
-        raise ConfigError("run.policies: several policies learn in an environment, not from live games or files")
+    if "data" in of_run.config.sections:
+        raise ConfigError("run.policies: several policies learn in an environment or from live games, not from files")
+    if of_run.live and run.self_play is None:
+        raise ConfigError("run.policies: several policies learn from live games as a league: set self_play: {} beside")
     if is_object(of_run.env):
         raise ConfigError("run.policies: an environment given as an object is there only once: give its class")
     if unknown := [name for name in run.policies_to_train or () if name not in run.policies]:
@@ -66,7 +68,7 @@ def set_up_policies(
     if players and run.self_play is None:
         raise ConfigError(f"run.policies.{players[0]}.player is for a league: set self_play: {{}} beside policies")
     return {
-        name: _set_up(_checked_name(name), policy, run, of_run.algo, env, sources, use_preset, check)
+        name: _set_up(_checked_name(name), policy, of_run, env, sources, use_preset, check)
         for name, policy in run.policies.items()
     }
 
@@ -128,14 +130,13 @@ def _checked_name(name: str) -> str:
 def _set_up(
     name: str,
     policy: Any,
-    run: RunConfig,
-    algo: Any,
+    of_run: Setup,
     env: Any,
     sources: Sequence[ConfigSource],
     use_preset: bool,
     check: Check | None,
 ) -> Setup:
-    where = f"run.policies.{name}"
+    run, where = of_run.config["run"], f"run.policies.{name}"
     own: Any = {"run": policy} if isinstance(policy, str) else policy or {}
     if not isinstance(own, Mapping):
         raise ConfigError(f"{where}: expected an algorithm's name, or a dict of {', '.join(KEYS)}, got {policy!r}")
@@ -145,12 +146,12 @@ def _set_up(
     algorithm = own.get("run") or run.algorithm
     check_name(algorithm, f"of policy {name}")
     same = algorithm == run.algorithm
-    shared = [_of_all(source, None if same else algo) for source in sources]
+    shared = [_of_all(source, None if same else of_run.algo) for source in sources]
     values: dict[str, Any] = {k: dict(own[k]) for k in ("model", "env") if own.get(k)}
     values |= {"run": {k: own[k] for k in _BEGINS if k in own}, "algo": dict(own.get("config") or {})}
     more = [ConfigSource(where, values)]
     try:
-        return set_up(algorithm, env, [*shared, *more], use_preset, False, check, part=True)
+        return set_up(algorithm, env, [*shared, *more], use_preset, of_run.live, check, part=True)
     except ConfigError as e:
         raise type(e)(f"policy {name}: {e}") if type(e) is ConfigError else e from None
 

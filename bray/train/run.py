@@ -225,7 +225,9 @@ class Run:
         logger.error("%s", training.trouble, exc_info=None if isinstance(error, BrayError) else error)
         training.wait(pause)
         checkpoint = self.directory.load_checkpoint("latest")
-        training.go_back(checkpoint.state, checkpoint.weights, self.directory.path / "replay")
+        several = {name: model.weights for name, model in checkpoint.models.items()}
+        weights: Any = several if training.several else checkpoint.weights
+        training.go_back(checkpoint.state, weights, self.directory.path / "replay")
 
     def _lap(self) -> float:
         """Seconds since the last call; they count in `time_total_s`."""

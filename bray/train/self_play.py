@@ -37,7 +37,7 @@ from bray.train.config import RunConfig
 from bray.train.opponents import FIRST
 from bray.train.rollout import zeroed
 from bray.train.side import Side
-from bray.train.table import WINDOW, Match, SeatRollout, TableSource, Turn, outcome, shares
+from bray.train.table import WINDOW, SeatRollout, TableSource, Turn, outcome, shares
 
 logger = logging.getLogger("bray")
 
@@ -223,14 +223,15 @@ class RunLeague:
             job = self.league.job(self._rng)
         return job
 
-    def finish(self, job: Job, match: Match) -> None:
-        """A match has ended as this game did."""
+    def finish(self, job: Job, match: Any) -> bool:
+        """A match has ended as this game did; whether its result counts."""
         if not self.league.finish(Outcome(job.id, match.returns, match.length)):
-            return
+            return False
         for name, newest in self._newest.items():
             mine = [agent for agent, ref in job.seats.items() if ref == PlayerRef(name)]
             if 0 < len(mine) < len(job.seats):
                 newest.append(outcome(match, mine))
+        return True
 
     def are_there(self, job: Job) -> bool:
         """Whether all who are to play can; a snapshot whose weights are gone is left out from now on."""
@@ -239,12 +240,16 @@ class RunLeague:
     def _is_there(self, ref: PlayerRef) -> bool:
         try:
             if ref.step is not None:
-                self.snapshots[ref.side].player(ref.step)
+                self.find(ref)
             return True
         except CheckpointError as e:
             logger.warning("%s", e)
             self.league.lost(ref)
             return False
+
+    def find(self, ref: PlayerRef) -> Any:
+        """Who plays by a snapshot; CheckpointError where its weights are gone."""
+        return self.snapshots[ref.side].player(ref.step or 0)
 
     def first(self) -> ActingPolicy:
         """The first snapshot of the first player."""
@@ -269,18 +274,21 @@ class RunLeague:
             if not self.league.past(name):
                 self.freeze(name, Clock(env_steps, side.version))
 
-    def freeze(self, name: str, clock: Clock) -> None:
-        """Where it is time to: keep a copy of the weights of now, and where the player starts anew, let it."""
+    def freeze(self, name: str, clock: Clock) -> bool:
+        """Where it is time to: keep a copy of the weights of now, and where the player starts anew, let it. Whether
+        its weights are others now."""
         snapshot = self.league.trained(name, clock.env_steps, clock.version)
         if snapshot is None:
-            return
+            return False
         self.snapshots[name].add(clock.version, self._sides[name].weights_now())
         if snapshot.anew:
             begun = self.league.past(name)[0]
             try:
                 self._sides[name].start_with(self.snapshots[name].weights(begun.step or 0))
+                return True
             except CheckpointError as e:
                 logger.warning("player %s goes on as it is, and does not start anew from %s: %s", name, begun, e)
+        return False
 
     def numbers(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -297,6 +305,10 @@ class RunLeague:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self.league.set_state(state)
+        self.set_own_state(state)
+
+    def set_own_state(self, state: Mapping[str, Any]) -> None:
+        """All but the league's."""
         self._rng.bit_generator.state = state["rng"]
         for name, outcomes in state["newest"].items():
             self._newest[name].extend(map(int, outcomes))

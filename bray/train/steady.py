@@ -40,8 +40,10 @@ class SteadyDriver(Driver):
     def __init__(self, sides: Sequence[Side], sources: Sequence[Source]):
         super().__init__(sides, sources)
         self.updates_undone = self._in_a_row = 0
-        self._good: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None  # weights and learner, all finite
-        self._copy_after = 0.0
+        self._good: dict[str, tuple[dict[str, np.ndarray], dict[str, Any]]] = {}
+        """Weights and learner of each side, all finite."""
+        self._copy_after: dict[str, float] = {}
+        self._updating = self.side
         self._once = OncePer()
 
     def start(self) -> None:
@@ -59,18 +61,20 @@ class SteadyDriver(Driver):
     # --- updates ------------------------------------------------------------------------------------------------------
 
     def _learn_from(self, side: Side, batch: Batch) -> None:
-        if self._good is None:
-            self._copy()
+        self._updating = side
+        if side.name not in self._good:
+            self._copy(side)
         super()._learn_from(side, batch)
 
     def keeps(self, update: Any) -> bool:
+        side = self._updating
         finite = all(math.isfinite(x) for name, x in update.metrics.items() if "loss" in name)
-        if finite and (time.perf_counter() < self._copy_after or self._copy()):
+        if finite and (time.perf_counter() < self._copy_after.get(side.name, 0.0) or self._copy(side)):
             self._in_a_row = 0
             return True
-        if self._good is None:
+        if side.name not in self._good:
             raise Diverged("the first update was not finite")
-        self._become(*self._good)
+        _become(side, *self._good[side.name])
         self.updates_undone += 1
         self._in_a_row += 1
         if self._once.due():
@@ -83,22 +87,20 @@ class SteadyDriver(Driver):
             raise Diverged(f"{UNDONE} updates, one after the other, were not finite")
         return False
 
-    def _copy(self) -> bool:
+    def changed(self, side: Side) -> None:
+        """A side has got other weights than by an update: no copy of before is gone back to."""
+        self._good.pop(side.name, None)
+
+    def _copy(self, side: Side) -> bool:
         """Copy weights and learner, if they are finite."""
         began = time.perf_counter()
-        weights, learner = self.weights(), self.learner.state_dict()
-        if self.side.lost_weights(learner["parts"]):
+        weights, learner = side.weights(), side.learner.state_dict()
+        if side.lost_weights(learner["parts"]):
             return False
-        self._good = weights, learner
+        self._good[side.name] = weights, learner
         now = time.perf_counter()
-        self._copy_after = now + COPYING * (now - began)
+        self._copy_after[side.name] = now + COPYING * (now - began)
         return True
-
-    def _become(self, weights: Mapping[str, np.ndarray], learner: dict[str, Any]) -> None:
-        steps = self.learner.steps
-        load_weights(self.model, weights)
-        self.learner.load_state_dict(learner)
-        self.learner.steps = max(steps, self.learner.steps)  # versions do not go back
 
     # --- iterations ---------------------------------------------------------------------------------------------------
 
@@ -119,17 +121,20 @@ class SteadyDriver(Driver):
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
-    def go_back(self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path) -> None:
-        arrays, json = state["arrays"], state["json"]
-        self._good, self._in_a_row = None, 0
-        self._become(weights, {"parts": arrays["learner"], **json["learner"]})
-        self.experience.cut()
-        self.experience.set_state({"arrays": arrays["experience"], "json": json["experience"]}, replay_dir)
-        self.experience.cut()  # games have gone on since
-        self.experience.forget()
+    def go_back(self, state: dict[str, Any], weights: Mapping[str, Any], replay_dir: Path) -> None:
+        parts, about = self._of_sides(state["arrays"]), self._of_sides(state["json"])
+        self._good, self._in_a_row = {}, 0
+        for name, side in self.sides.items():
+            saved = {"parts": parts[name]["learner"], **about[name]["learner"]}
+            _become(side, weights[name] if self.several else weights, saved)
+            side.experience.cut()
+            side.load_experience(parts[name], about[name], self._place(replay_dir, name))
+            side.experience.cut()  # games have gone on since
+            side.experience.forget()
         self.check_rows()
-        for source in self._running:
-            source.publish(self.side.name, self.side.weights_now, self.clock)
+        for side in self.sides.values():
+            for source in self._running:
+                source.publish(side.name, side.weights_now, self.clock_of(side))
         self._last_batch = time.monotonic()
 
     def set_state(
@@ -138,3 +143,10 @@ class SteadyDriver(Driver):
         exact = super().set_state(state, weights, replay_dir)
         self.check_rows()
         return exact
+
+
+def _become(side: Side, weights: Mapping[str, np.ndarray], learner: dict[str, Any]) -> None:
+    steps = side.learner.steps
+    load_weights(side.model, weights)
+    side.learner.load_state_dict(learner)
+    side.learner.steps = max(steps, side.learner.steps)  # versions do not go back
