@@ -12,11 +12,9 @@ from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, t
 from bray.data.piece import DEFAULT
 from bray.errors import ConfigError
 from bray.experiment import Experiment
-from bray.experiment.film import film, film_game
 from bray.metrics import short
 from bray.rundir import RunDir
 from bray.train.evaluate import much_worse, summarize
-from bray.train.games import seating_of
 from bray.train.rollout import Step
 from bray.train.table import Match
 from bray.video import write_video
@@ -93,13 +91,7 @@ def judge(
             say_if_greedy_is_worse(exp, results, seed)
     if render is None:
         return []
-    mode = "human" if render == "human" else "rgb_array"
-    if exp.is_game:
-        frames, return_, length, fps = film_game(
-            exp.players, exp.config["env"], seating_of(exp.config["run"]), mode, act, seed
-        )
-    else:
-        frames, return_, length, fps = film(exp.served, exp.config["env"], mode, act, seed)
+    frames, return_, length, fps = exp.shoot("human" if render == "human" else "rgb_array", seed, act)
     videos = []
     if render == "video":
         videos.append(write_video(frames, folder / "eval.mp4", fps))

@@ -6,7 +6,6 @@ from __future__ import annotations
 _EPSILON = "epsilon={kind: exp, start: 0.95, end: 0.01, decay: 500} (or kind: linear with steps)"
 _EACH = "bray tune --cpus-per-trial X --gpus-per-trial X"
 _POLICIES = "policies={first: PPO, second: DQN} with policy_mapping={agent: first, ...} in games of several agents"
-_TEAMS = "agents of one game train as a team, by QMIX, VDN or any algorithm for its actions: env.teams={team: [a, b]}"
 _SOCKETS = "processes find each other by themselves, and nothing is exchanged in files"
 _ITSELF = "`bray train --num-workers N` and `bray launch` start the processes of a run themselves"
 _RAY = "a Ray cluster is taken as `ray start` made it"
@@ -134,7 +133,7 @@ ELSEWHERE: dict[str, str] = {
     "resources_per_trial": _EACH,
     "multiagent": _POLICIES,
     "policy_graphs": _POLICIES,
-    "policy_mapping_fn": f"not here: {_TEAMS}",
+    "policy_mapping_fn": "policy_mapping={agent: policy}, or module:function with function(agent, game)",
     # JoyRL
     "render_mode": "`bray eval RUN_DIR --render` (a film) or `--render human` (a window)",
     # nerveX
@@ -208,7 +207,7 @@ ELSEWHERE: dict[str, str] = {
     "bray learn": "bray train",
     "bray list": "bray runs",
     **{f"bray {name}_start": f"not here: {_ITSELF}" for name in ("coordinator", "manager", "learner", "actor")},
-    "bray league_manager_start": "bray train --self-play, where one policy learns; several players are bray.league",
+    "bray league_manager_start": "bray train -f LEAGUE.yaml, or --self-play where one policy learns",
 }
 """A name elsewhere (a key, `--flag`, `bray command` or `bray command --flag`) -> ours; `nothing: why` where it can be
 left out, `not here: why` where nothing does its work."""

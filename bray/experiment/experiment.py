@@ -27,6 +27,7 @@ from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import CheckpointError, ConfigError, DataError
 from bray.experiment.evaluations import Evaluations
+from bray.experiment.film import Film, film, film_game
 from bray.experiment.places import check_playable, home_of, run_path
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, onnx_player, serve_run
 from bray.experiment.saved import (
@@ -78,6 +79,7 @@ from bray.train.settle import settle
 from bray.train.setup import Check, Setup, set_up
 from bray.train.source import RolloutWorker
 from bray.train.table import Match
+from bray.video import write_video
 
 logger = logging.getLogger("bray")
 
@@ -494,13 +496,38 @@ class Experiment:
     def plot(self, out: str | Path | None = None) -> Picture:
         """Draw the learning curve to a file (without a name: figures/learning_curve.png of the run); notebooks show
         what this returns."""
-        run = self.loaded[0].parents[1] if self.loaded is not None and self._written is None else self.path
-        if not (run / "result.jsonl").exists():
+        run = self._read_from
+        if run is None:
             raise ConfigError("there is no learning curve to draw yet: train first, or load a run")
         file = Path(out) if out is not None else run / "figures" / "learning_curve.png"
         return Picture(
             figures.learning_curve(run, file, self._title, self.config["run"].stop.get("episode_return_mean"))
         )
+
+    def film(self, out: str | Path | None = None, seed: int | None = None, act: str = GREEDY) -> Picture:
+        """Film one whole episode to a .mp4 or .gif file (without a name: videos/film.mp4 of the run); notebooks show
+        what this returns."""
+        if out is None:
+            if self._read_from is None:
+                raise ConfigError('there is no run directory to film into yet: train first, or exp.film("film.mp4")')
+            out = RunDir(self._read_from).folder("videos") / "film.mp4"
+        frames, _, _, fps = self.shoot(seed=seed, act=act)
+        return Picture(write_video(frames, out, fps))
+
+    def shoot(self, mode: str = "rgb_array", seed: int | None = None, act: str = GREEDY) -> Film:
+        """One whole episode as `film` has it: frames, return, steps, frames/s."""
+        self._check_plays()
+        self.check_env()
+        env = self.config["env"]
+        if self.is_game:
+            return film_game(self.players, env, seating_of(self.config["run"]), mode, check_mode(act), seed)
+        return film(self.served, env, mode, check_mode(act), seed)
+
+    @property
+    def _read_from(self) -> Path | None:
+        """The run directory that has rows: this training's, or that of a run that was loaded."""
+        run = self.loaded[0].parents[1] if self.loaded is not None and self._written is None else self.path
+        return run if (run / "result.jsonl").exists() else None
 
     def __repr__(self) -> str:
         return describe(self._title, self.last_row, self._written, self.loaded[0] if self.loaded else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import socket
 import time
@@ -43,14 +44,24 @@ class Rows(Iterator[Row]):
             )
 
 
+_FILMS = {
+    ".mp4": '<video controls loop src="data:video/mp4;base64,{}"></video>',
+    ".gif": '<img src="data:image/gif;base64,{}">',
+}
+
+
 @dataclass(frozen=True)
 class Picture:
-    """A picture file; notebooks show it where it is the last value of a cell."""
+    """A file with a picture or a film; notebooks show it where it is the last value of a cell."""
 
     path: Path
 
     def _repr_png_(self) -> bytes | None:
         return self.path.read_bytes() if self.path.suffix.lower() == ".png" else None
+
+    def _repr_html_(self) -> str | None:
+        tag = _FILMS.get(self.path.suffix.lower())
+        return tag.format(base64.b64encode(self.path.read_bytes()).decode()) if tag else None
 
     def __fspath__(self) -> str:
         return str(self.path)

@@ -97,6 +97,8 @@ def test_every_word_of_the_ancestors_is_answered(tmp_path):
         "rollout checkpoint-1 --run DQN --env CartPole-v0 --steps 10000": "bray eval RUN_DIR",
         "policy.use_cuda": "device=cuda",
         "multiagent": "policies={first: PPO, second: DQN}",
+        "policy_mapping_fn": "policy_mapping={agent: policy}",
+        "league_manager_start --config a.yaml": "bray train -f LEAGUE.yaml",
     }.items():
         assert meaning in said[word].text
     assert said["output"].kind == "works"

@@ -32,6 +32,8 @@ def short_iterations(monkeypatch):
 
 
 def trained(algo, env, config, iterations, path=None):
+    if ":" in env:
+        config = {"step_ms": 0.01, **config}  # of our own classes here: they need not be timed
     exp = Experiment(algo, env, use_preset=False, config=config, path=path, seed=0)
     rows = list(exp.train({"training_iteration": iterations}))
     exp.close()

@@ -1,5 +1,6 @@
 """`bray.Experiment` as a script or a notebook uses it, and the names of the package."""
 
+import base64
 import importlib
 import threading
 import warnings
@@ -119,6 +120,30 @@ def test_plot_draws_the_curve_and_notebooks_show_it(exp, tmp_path):
     assert picture._repr_png_()[:4] == b"\x89PNG"  # what IPython asks for
     loaded = bray.Experiment.load(tmp_path / "run")
     assert loaded.plot(tmp_path / "other.svg").path.read_text().startswith("<?xml")
+
+
+@pytest.mark.draws
+def test_without_a_finished_episode_there_is_no_curve_and_nothing_is_wrong(tmp_path, caplog):
+    config = SMALL | {"rollout_length": 2, "iteration_steps": 4, "save_figure": True}
+    with bray.Experiment("A2C", "CartPole-v1", path=tmp_path / "run", **config) as exp:
+        row = exp.fit({"training_iteration": 1}, progress=False)
+    assert row["episodes_total"] == 0
+    assert "no learning curve: " in exp.run.directory.log.read_text()
+    assert "could not be drawn" not in caplog.text
+
+
+def test_a_film_is_shown_in_notebooks(exp, tmp_path):
+    with pytest.raises(ConfigError, match="train first"):
+        exp.film()
+    exp.fit({"training_iteration": 1}, progress=False)
+    shown = exp.film()
+    assert shown.path == tmp_path / "run" / "videos" / "film.mp4"
+    assert shown._repr_html_().startswith('<video controls loop src="data:video/mp4;base64,')
+    assert shown._repr_png_() is None
+    again = bray.Experiment.load(tmp_path / "run").film(tmp_path / "other.gif")
+    picture = again.path.read_bytes()
+    assert picture.startswith(b"GIF8")
+    assert base64.b64encode(picture).decode() in again._repr_html_()
 
 
 def test_dir_lists_the_public_names_and_nothing_else():

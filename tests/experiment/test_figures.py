@@ -91,6 +91,21 @@ def has_color(picture, rgb):
     return (np.abs(picture[..., :3].astype(int) - rgb).max(-1) < 12).sum() > 100
 
 
+def test_a_curve_begins_when_20_episodes_have_ended(tmp_path):
+    """Before, the shortest ones stand for all; a run that never has 20 is drawn as it is."""
+    for name, most in (("many", 40), ("few", 8)):
+        (tmp_path / name).mkdir()
+        rows = [
+            {"env_steps_total": n, "episodes_total": n * most // 8, "episode_return_mean": 9.0 - n} for n in range(1, 9)
+        ]
+        (tmp_path / name / "result.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    axes = Figure().subplots()
+    plot_learning_curve(axes, tmp_path / "many")
+    plot_learning_curve(axes, tmp_path / "few")
+    many, few = (line.get_xdata().tolist() for line in axes.get_lines() if len(line.get_xdata()) > 2)
+    assert (many, few) == ([4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8])
+
+
 def test_learning_curve_of_one_run_with_evaluations(tmp_path):
     run = make_run(tmp_path / "a", evaluate=True)
     picture = read_picture(

@@ -53,6 +53,7 @@ def test_a_hint_names_the_repository_and_the_wheel():
     hint = how_to_install("serve")
     assert "'.[serve]' in Bray's repository" in hint
     assert f"bray_rl-{__version__}-py3-none-any.whl[serve]" in hint
+    assert how_to_install("box2d").startswith("make box2d in Bray's repository")  # pip alone cannot compile it
 
 
 @pytest.fixture(scope="module")

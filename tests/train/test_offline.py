@@ -75,7 +75,7 @@ def test_a_goal_that_was_not_reached_is_told_with_why_it_ended(files, tmp_path, 
         assert ("the goal was not reached" in out) == (steps == 1000)
 
 
-def test_in_python(files, tmp_path):
+def test_in_python(files, tmp_path, caplog):
     exp = bray.Experiment(run="DQN", data=files, env=ENV, path=tmp_path / "run", epochs=1, fcnet_hiddens=[8])
     row = list(exp.train())[-1]
     assert isinstance(exp.training, FileTraining)
@@ -83,6 +83,7 @@ def test_in_python(files, tmp_path):
     assert row["episodes_total"] == 0
     assert row["episode_return_mean"] is None  # it has played none
     assert exp.has_env  # for its spaces, and to play in afterwards
+    assert "nothing says how well this plays: --eval-freq N evaluates it" in caplog.text
     exp.close()
 
 
