@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from bray.act import GREEDY, SAMPLE, search_with
 from bray.cli.options import Eval
 from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, terminal, trusting
 from bray.data.piece import DEFAULT
-from bray.errors import ConfigError
+from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment
 from bray.metrics import short
 from bray.rundir import RunDir
@@ -21,6 +22,7 @@ from bray.video import write_video
 
 Render = Literal["video", "human"]
 _MAX_GIF = 3000  # frames; what is longer is for a video format
+_LOOK_S = 0.2  # between two looks for a new checkpoint
 _GIF_SIDE = 320  # pixels: choosing the colours of a large picture takes longer than playing the episode
 
 
@@ -30,6 +32,8 @@ def evaluate(options: Eval) -> int:
     path, checkpoint = options.path, options.checkpoint
     if options.episodes is not None and options.steps is not None:
         raise ConfigError("give either --episodes or --steps, not both")
+    if options.follow is not None:
+        return _follow(options, options.follow)
     exp = Experiment.load(path, checkpoint, trust=trusting(options))
     if options.simulations is not None:
         for name in list(exp.policies) or [DEFAULT]:
@@ -45,6 +49,35 @@ def evaluate(options: Eval) -> int:
     videos = judge(exp, options.episodes or 10, render, steps=options.steps, **how)
     facts([("video", video) for video in videos])
     exp.close()
+    return 0
+
+
+def _follow(options: Eval, seconds: float) -> int:
+    """Evaluate each new checkpoint, a line each, until none has come for so many seconds; returns the exit code."""
+    path, label, trust = options.path, options.checkpoint, trusting(options)
+    other = (options.steps, options.simulations)
+    if options.render or options.render_human or other != (None, None) or label not in ("latest", "best"):
+        raise ConfigError("--follow plays whole episodes of checkpoint latest or best as they come: leave out the rest")
+    seen, since = None, time.monotonic()
+    while time.monotonic() < since + seconds:
+        number = RunDir.open(path).pointer(label) if (path / "config.yaml").exists() else None
+        if number is None or number == seen:
+            time.sleep(_LOOK_S)
+            continue
+        try:
+            exp = Experiment.load(path, number, trust=trust)
+        except CheckpointError:
+            if RunDir.open(path).pointer(label) == number:
+                raise
+            continue  # it was gone before it was read
+        result = summarize(exp.play(options.episodes or 10, seed=options.seed, act=how_to_act(options)))
+        exp.close()
+        mean, half = result["eval/return_mean"], result["eval/return_ci95"]
+        interval = "" if half is None else f" [{short(mean - half)}, {short(mean + half)}]"
+        say(f"checkpoint {number}: return {short(mean)}{interval} over {result['eval/episodes']} episodes")
+        seen, since = number, time.monotonic()
+    if seen is None:
+        raise CheckpointError(f"{path} had no checkpoint {label!r} within {seconds:g} s (--follow)")
     return 0
 
 

@@ -227,6 +227,8 @@ class Eval(Acting):
     simulations: Whole | None = None
     """Steps of the search for each decision, where the policy searches (AlphaZero); 0 = its network alone [as in
     training]."""
+    follow: Annotated[Positive | None, Flag(metavar="SECONDS")] = None
+    """Wait for the run and evaluate each new checkpoint, until none has come for so long."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,7 +177,7 @@ ASKS: dict[str, Ask] = {
 HARMLESS = {
     "run": """
         policies_to_train seed stop init_from init_map init_partial device threads record
-        num_learners num_workers lockstep inference env_groups
+        num_learners num_workers exchange_workers lockstep inference env_groups
         worker_timeout_s max_worker_restarts num_cpus_per_worker num_gpus_per_worker object_store_mb output_file_mb
         iteration_steps
         eval_freq eval_episodes eval_parallel video_freq checkpoint_freq checkpoint_updates checkpoint_every_s

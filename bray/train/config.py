@@ -165,6 +165,8 @@ class RunConfig:
     ] = None
     """A directory that machines share: workers are started by others (`bray work DIR`), join and leave while the run is
     at work, and send what they play as files there. `num_workers` is how many of them there may be at once."""
+    exchange_workers: Annotated[Whole, Needs("exchange")] = 0
+    """Of these, workers that the run starts itself on this machine; one that dies is replaced."""
     num_cpus_per_worker: Positive = 1.0
     """CPUs that Ray reserves for each worker; parts of one too."""
     num_gpus_per_worker: Amount = 0.0

@@ -21,11 +21,9 @@ import os
 import re
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
 
 import msgspec
@@ -37,8 +35,9 @@ from bray.act import Clock
 from bray.config import Resolved
 from bray.data.experience import Counts
 from bray.data.piece import COLUMNS, Piece
+from bray.envs.process import Child
 from bray.envs.rewards import Moments
-from bray.errors import CheckpointError, ConfigError, DataError
+from bray.errors import CheckpointError, ConfigError, DataError, EnvError
 from bray.limited_log import LimitedLog
 from bray.metrics.spent import WEIGHTS
 from bray.named import in_script
@@ -46,111 +45,20 @@ from bray.nn.own import example_obs
 from bray.rundir.files import write_atomic, writing
 from bray.rundir.trust import named, remember
 from bray.spec import EnvSpec
+from bray.train.exchange_folder import TURN_S, About, Folder, GivenSeat, OfPolicy, Told, names_in
+from bray.train.exchange_worker import serve_worker
 from bray.train.played import PlayedSource
 from bray.train.rollout import returns_of
 from bray.train.sampler import Played, SamplerPlan
 
 logger = logging.getLogger("bray")
 
-AHEAD = 2
-"""Pieces of a worker that wait in the directory."""
 _SILENT_S = 20.0  # after which a worker that has not touched its file is gone
+_CLOSE_S = 3.0  # for a worker of our own to hear that it is over
 _LOOK_S = 0.25  # between two looks who is there
-TURN_S = 0.005  # between two looks whether something has come
 _EVERY_S = 0.05  # between two publications: a file each
 _SLOWEST_START_S = 300.0  # a worker makes its environments after it has been given its seat
 _PIECE = re.compile(r"([0-9a-f]{16})-(\d{1,12})")
-
-
-class About(msgspec.Struct):
-    """What is said of a piece beside its arrays."""
-
-    env_steps: int
-    episodes: list[tuple[float, int]]
-    metrics: list[dict[str, float]]
-    returns: tuple[float, float, float]
-    seconds: dict[str, float]
-
-
-class OfPolicy(msgspec.Struct):
-    """What is said of published weights."""
-
-    env_steps: int
-    version: int
-    returns: tuple[float, float, float]
-
-
-class Told(msgspec.Struct):
-    """What a worker is told: `training.json`."""
-
-    bray: str
-    training: str
-    ended: bool
-    rows: int
-    state_every: int
-    config: dict[str, Any]
-
-
-class GivenSeat(msgspec.Struct):
-    """What a worker is told by the training when there is a place for it."""
-
-    index: int
-    life: int
-    begun: int
-
-
-class Folder:
-    """The directory, as either side uses it."""
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.policy, self.workers, self.seats, self.data = (
-            self.path / name for name in ("policy", "workers", "seats", "data")
-        )
-
-    def tell(self, told: Told) -> None:
-        write_atomic(self.path / "training.json", msgspec.json.format(msgspec.json.encode(told)))
-
-    def told(self) -> Told | None:
-        """What the training says; None where none has been here."""
-        try:
-            return msgspec.json.decode((self.path / "training.json").read_bytes(), type=Told)
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.MsgspecError) as e:
-            raise ConfigError(f"{self.path / 'training.json'} is not what a training writes there: {e}") from None
-
-    def put(self, path: Path, about: Any, arrays: Any) -> None:
-        """A file of arrays and what is said of them: whole, or not there."""
-        data = tree.pack({"about": np.frombuffer(msgspec.msgpack.encode(about), np.uint8), "arrays": arrays})
-        write_atomic(path, zlib.crc32(data).to_bytes(4, "little") + data, sync=False)
-
-    def take(self, path: Path, kind: type[Any]) -> tuple[Any, Any]:
-        """(what is said, arrays) of such a file. Raises DataError where it is damaged."""
-        data = path.read_bytes()
-        if len(data) < 4 or zlib.crc32(memoryview(data)[4:]) != int.from_bytes(data[:4], "little"):
-            raise DataError(f"{path.name}: its checksum is another one")
-        held = tree.unpack(memoryview(data)[4:], copy=True)  # torch does not take what cannot be written to
-        if not isinstance(held, dict) or held.keys() != {"about", "arrays"} or not _is_bytes(held["about"]):
-            raise DataError(f"{path.name}: expected arrays and what is said of them")
-        try:
-            return msgspec.msgpack.decode(held["about"].tobytes(), type=kind), held["arrays"]
-        except msgspec.MsgspecError as e:
-            raise DataError(f"{path.name}: {e}") from None
-
-    def newest_policy(self) -> Path | None:
-        names = [name for name in _names(self.policy) if name.isdecimal()]
-        return self.policy / max(names) if names else None
-
-
-def _is_bytes(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and x.dtype == np.uint8 and x.ndim == 1
-
-
-def _names(folder: Path) -> list[str]:
-    with suppress(FileNotFoundError):
-        return os.listdir(folder)
-    return []
 
 
 @dataclass
@@ -184,8 +92,8 @@ class ExchangeSource(PlayedSource):
         self.plan, self._spec, self._weights, self._news = plan, spec, weights, True
         self.folder = Folder(plan.run.exchange)
         self._workers: dict[str, _Worker] = {}
-        self.joined = self.left = self.refused = 0
-        """Workers so far, and pieces that were damaged or do not fit."""
+        self.joined = self.left = self.refused = self.restarts = 0
+        """Workers so far; pieces that were damaged or do not fit; workers of our own that were replaced."""
         self._number, self._next, self._looked = 0, 0.0, 0.0
         self._columns: dict[str, str] = {}  # of the first piece: the others have the same
         self._limited = LimitedLog(logger)
@@ -199,6 +107,7 @@ class ExchangeSource(PlayedSource):
             self._lock.close()
             raise
         remember(named(config, self.folder.path))
+        self._own = [self._start() for _ in range(plan.run.exchange_workers)]
 
     def _claim(self) -> IO[bytes]:
         """Only one training at a time; a lock that ends with this process."""
@@ -217,6 +126,31 @@ class ExchangeSource(PlayedSource):
         except OSError as e:
             logger.warning("%s cannot be locked (%s): see to it that only one training uses it", self.folder.path, e)
         return lock
+
+    def _start(self) -> Child:
+        """A worker of our own, which ends with us."""
+        return Child(serve_worker, (str(self.folder.path),), "bray-work", serve_worker.__module__)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of workers of our own."""
+        return [child.process.pid or 0 for child in self._own]
+
+    def _restart(self) -> None:
+        """Those of our own that have died."""
+        for i, child in enumerate(self._own):
+            if child.process.is_alive():
+                continue
+            child.kill()
+            self.restarts += 1
+            most = self.plan.run.max_worker_restarts
+            if self.restarts > most:
+                raise EnvError(
+                    f"a worker has died ({child.end}). run.max_worker_restarts={most} are used up: see above why they "
+                    "end, or allow more"
+                )
+            logger.warning("a worker has died (%s). Replaced (%d so far)", child.end, self.restarts)
+            self._own[i] = self._start()
 
     def _config(self) -> dict[str, Any]:
         """Of the run, as other processes make it again."""
@@ -264,7 +198,7 @@ class ExchangeSource(PlayedSource):
     def _take(self) -> None:
         """What has been played. Pieces of a worker are taken in their order, and those of nobody thrown away."""
         waiting: dict[str, list[int]] = {}
-        for name in _names(self.folder.data):
+        for name in names_in(self.folder.data):
             if (match := _PIECE.fullmatch(name)) is None:
                 continue  # being written
             if match[1] in self._workers:
@@ -329,9 +263,10 @@ class ExchangeSource(PlayedSource):
 
     def _look(self) -> None:
         """Who has come, and who has gone."""
+        self._restart()
         self._looked = now = time.monotonic()
         marks: dict[str, int] = {}
-        for name in _names(self.folder.workers):
+        for name in names_in(self.folder.workers):
             with suppress(FileNotFoundError):
                 if re.fullmatch("[0-9a-f]{16}", name):
                     marks[name] = os.stat(self.folder.workers / name).st_mtime_ns
@@ -401,7 +336,7 @@ class ExchangeSource(PlayedSource):
 
     def numbers(self) -> dict[str, float]:
         here = {"workers/here": len(self._workers), "workers/joined": self.joined, "workers/left": self.left}
-        return super().numbers() | here | {"workers/refused": self.refused}
+        return super().numbers() | here | {"workers/refused": self.refused, "workers/restarts": self.restarts}
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:
         json = {"workers": None, "exact": False, "metrics": self._metrics.get_state(), "returns": self.returns.numbers}
@@ -419,6 +354,9 @@ class ExchangeSource(PlayedSource):
             return
         with suppress(CheckpointError):
             self.folder.tell(msgspec.structs.replace(self._told, ended=True))
+        for child in self._own:
+            child.process.join(_CLOSE_S)
+            child.kill()
         self._lock.close()
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +17,18 @@ import msgspec
 
 from bray._version import __version__
 from bray.act import Clock
-from bray.config import ConfigSource
+from bray.algos import get_algo
+from bray.config import ConfigSource, Resolved, resolve
 from bray.data.piece import arrays_of
+from bray.envs.config import EnvConfig
 from bray.envs.rewards import Moments
 from bray.errors import ConfigError
+from bray.nn.catalog import ModelConfig
 from bray.rundir.files import write_atomic
 from bray.rundir.trust import Answer, When, check, named
-from bray.train.exchange import AHEAD, TURN_S, About, Folder, GivenSeat, OfPolicy, Told
+from bray.train.config import RunConfig
+from bray.train.exchange_folder import AHEAD, TURN_S, About, Folder, GivenSeat, OfPolicy, Told
 from bray.train.sampler import Sampler, SamplerPlan
-from bray.train.setup import Setup, set_up
 
 logger = logging.getLogger("bray")
 
@@ -81,18 +83,25 @@ class ExchangeWorker:
         ended = False
         while not ended:
             told = self._await_training()
-            config = set_up(None, None, [ConfigSource("training.json", told.config)], False, check=self._check)
+            algo, config = self._read(told)
             presence = _Presence(self.folder, told)
             try:
                 if (seat := self._await_seat(presence)) is not None:
-                    self._play(self._sampler(told, config, seat), presence)
+                    self._play(self._sampler(told, algo, config, seat), presence)
             finally:
                 presence.close()
             ended = presence.ended
 
-    def _check(self, config: Mapping[str, Any]) -> None:
-        path = self.folder.path
-        check(path, named(config, path, frozenset({When.MADE, When.PLAYS})), self._trust)
+    def _read(self, told: Told) -> tuple[Any, Resolved]:
+        """The algorithm and the config of a training, where all that it asks to import may be imported."""
+        path, given = self.folder.path, told.config
+        check(path, named(given, path, frozenset({When.MADE, When.PLAYS})), self._trust)
+        try:
+            algo = get_algo(given["run"]["algorithm"])
+        except (KeyError, TypeError) as e:
+            raise ConfigError(f"{path / 'training.json'} names no algorithm ({e})") from None
+        sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
+        return algo, resolve(sections, [ConfigSource(str(path / "training.json"), given)])
 
     def _wait(self, for_what: str) -> None:
         if time.monotonic() > self._since + self.wait_s:
@@ -118,10 +127,9 @@ class ExchangeWorker:
             self._wait("a free seat: run.num_workers is how many there are, and the training has to be at work")
         return None
 
-    def _sampler(self, told: Told, setup: Setup, seat: GivenSeat) -> Sampler:
-        config = setup.config
+    def _sampler(self, told: Told, algo: Any, config: Resolved, seat: GivenSeat) -> Sampler:
         run = replace(config["run"], output=None)  # what is written is the affair of the process that learns
-        parts = (setup.algo, run, config["env"], config["model"], config["algo"])
+        parts = (algo, run, config["env"], config["model"], config["algo"])
         return Sampler(SamplerPlan(*parts, seat.index, told.rows, told.state_every, seat.life, seat.begun))
 
     def _play(self, sampler: Sampler, presence: _Presence) -> None:
@@ -152,3 +160,9 @@ class ExchangeWorker:
                 self._since = time.monotonic()
         finally:
             sampler.close()
+
+
+def serve_worker(conn: Any, path: str) -> None:
+    """In a process that the training itself has started: what it asks for is its own."""
+    with suppress(KeyboardInterrupt):
+        ExchangeWorker(path, trust=True).run()

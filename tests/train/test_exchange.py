@@ -4,16 +4,18 @@ import itertools
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
 
 import numpy as np
 import pytest
+import yaml
 
 import bray
 from bray.errors import ConfigError
-from bray.train.exchange import Folder
+from bray.train.exchange_folder import Folder, names_in
 from bray.train.exchange_worker import ExchangeWorker
 from tests.forked import Popen
 
@@ -81,6 +83,7 @@ def test_workers_join_and_leave_while_it_runs(tmp_path, workers):
     assert [worker.wait(LIMIT_S) for worker in workers[1:]] == [0, 0]  # the training has said that it is over
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_and_resumed_gets_its_workers_back(tmp_path, workers):
     folder, path = tmp_path / "shared", tmp_path / "run"
     workers.append(start_worker(folder))
@@ -102,6 +105,62 @@ def test_a_training_that_is_killed_and_resumed_gets_its_workers_back(tmp_path, w
     assert rows[-1]["workers/joined"] == 1  # the same process, which has come again
     exp.close()
     assert workers[0].wait(LIMIT_S) == 0
+
+
+ROLES = """
+run: APPO
+env: CartPole-v1
+stop: {{episodes_total: 60}}
+config:
+  exchange: {folder}
+  num_workers: 3
+  exchange_workers: {own}
+  num_envs: 2
+  vector: inprocess
+  rollout_length: 16
+  batch_envs: 2
+  device: cpu
+  threads: 1
+  checkpoint_freq: 1
+"""
+
+
+def test_the_roles_are_single_commands_in_any_order(tmp_path, workers):
+    """nerveX's evaluator, actors, coordinator with learner, in this order; one actor is ended and the rest goes on."""
+    run, folder = tmp_path / "p" / "t", tmp_path / "shared"
+    (tmp_path / "roles.yaml").write_text(ROLES.format(folder=folder, own=0))
+    words = ["train", "-f", str(tmp_path / "roles.yaml"), "--no-preset", "--project", str(tmp_path / "p"), "--quiet"]
+    commands = [["eval", str(run), "--follow", "20", "--episodes", "2"], *[["work", str(folder)]] * 2]
+    for command in [*commands, [*words, "--trial", "t"]]:
+        workers.append(Popen([sys.executable, "-m", "bray", *command], stdout=subprocess.PIPE, text=True))
+    evaluator, leaves, stays, learner = workers
+    end = time.monotonic() + LIMIT_S
+    while len(names_in(folder / "seats")) < 2:
+        assert time.monotonic() < end
+        assert learner.poll() is None
+        time.sleep(0.01)
+    leaves.send_signal(signal.SIGINT)
+    assert leaves.wait(LIMIT_S) == 130
+    assert learner.wait(LIMIT_S) == stays.wait(LIMIT_S) == 0
+    assert "pieces were played" in stays.communicate()[0]
+    said = evaluator.communicate(timeout=LIMIT_S)[0]
+    assert evaluator.returncode == 0
+    assert "over 2 episodes" in said
+
+
+@pytest.mark.slow
+def test_the_roles_are_one_file(tmp_path):
+    """A worker of the run's own that is killed is replaced, and none is left behind."""
+    told = yaml.safe_load(ROLES.format(folder=tmp_path / "shared", own=2))
+    exp = bray.Experiment(told["run"], told["env"], use_preset=False, config=told["config"])
+    rows_until(exp, lambda row: row["workers/here"] == 2)
+    first = exp.training.sources[0].process_ids
+    os.kill(first[0], signal.SIGKILL)
+    row = rows_until(exp, lambda row: row["workers/restarts"] == 1 and row["workers/joined"] == 3)[-1]
+    assert row["episodes_total"] > 0
+    left = exp.training.sources[0].process_ids
+    exp.close()
+    assert not [p for p in {*first, *left} if os.path.exists(f"/proc/{p}")]
 
 
 def in_thread(folder, **told):
