@@ -1,5 +1,5 @@
-"""python -m benchmarks.connect_four [--minutes 8] [--seed 0] [--network small|large] [--out DIR]: PPO learns Connect
-Four by self-play, and meets players that it has never learnt from.
+"""python -m benchmarks.connect_four [--minutes 8] [--seed 0] [--network small|large] [--cores N] [--out DIR]: PPO
+learns Connect Four by self-play, and meets players that it has never learnt from.
 
 Goals, of 200 greedy games against each, seats in turn: 98 % won against random play, 70 % against a player that wins
 where it can and blocks where it must, one move ahead, 90 % against its own first snapshot; and ratings that rise: no
@@ -91,10 +91,11 @@ def points(row: Any, name: str) -> float:
     return float(row[f"eval/{name}/win"] + 0.5 * row[f"eval/{name}/draw"])
 
 
-def train(path: Path, seed: int, minutes: float, network: str) -> dict[str, Any]:
+def train(path: Path, seed: int, minutes: float, network: str, cores: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     start, curve = time.process_time(), []
-    settings = {**SETTINGS, **NETWORKS[network]}
+    play = {"vector": "subprocess", "num_processes": cores - 1} if cores > 1 else {"vector": "inprocess"}
+    settings = {**SETTINGS, **NETWORKS[network], **play}
     with bray.Experiment("PPO", "openspiel:connect_four", path=path, seed=seed, **settings) as exp:
         for row in exp.train({"time_total_s": 60 * minutes}):
             if row.get("eval/return_mean") is not None:
@@ -124,18 +125,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="of training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--network", choices=list(NETWORKS), default="small")
+    parser.add_argument("--cores", type=int, default=1, help="one learns and decides, the others step games")
     parser.add_argument("--out", type=Path, default=HERE / "learning")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "connect-four"
-        record = train(path, args.seed, args.minutes, args.network)
+        record = train(path, args.seed, args.minutes, args.network, args.cores)
         lines = [*record.pop("curve"), record]
         (args.out / "connect-four.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         print(json.dumps({k: v for k, v in record.items() if k != "settings"}))
         bray_command(["league", str(path), "--plot"])
-        for name in ("ratings", "payoff", "opponents"):
-            shutil.copy(path / "figures" / f"{name}.png", args.out / f"connect-four-{name}.png")
+        for picture in (path / "figures").glob("*.png"):
+            shutil.copy(picture, args.out / f"connect-four-{picture.name}")
 
 
 if __name__ == "__main__":

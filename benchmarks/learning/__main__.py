@@ -133,7 +133,8 @@ TABLE = {
     "fcnet_hiddens": [32],
     **ONE,
 }
-RPS = {**TABLE, "env_config": {"game": "biased_rps"}}
+BIASED = {"env_config": {"game": "biased_rps"}}
+RPS = {**TABLE, **BIASED}
 POKER = {
     "num_envs": 256,
     "rollout_length": 16,
@@ -151,10 +152,12 @@ POKER = {
 }
 """Of the preset for Kuhn poker, with more rows; not tuned."""
 DRAWN = {"entropy_coef": 0.0, "magnet_coef": 0.5, "magnet": "slow", "magnet_tau": 0.05}
-PAST = {"pool": 50, "newest": 0.0, "weighting": "uniform", "snapshot_every": 2_000}
-"""Each player answers all that it was, alike: fictitious play, whose average comes to an equilibrium."""
+MIXED = {**TABLE, "num_envs": 32, "lr": 2e-3, "entropy_coef": 0.1}
+"""Of leagues whose average counts: a policy that is all but sure of its action takes long to turn, and the average
+swings with it."""
+PAST = {"pool": 200, "newest": 0.5, "weighting": "uniform", "snapshot_every": 1_000}
 TRIO = {"main": {"player": "main"}, "hunter": {"player": "main_exploiter"}, "outsider": {"player": "league_exploiter"}}
-LEAGUE = {**TABLE, "policies": TRIO, "self_play": {"snapshot_every": 2_000}}
+LEAGUE = {**MIXED, "policies": TRIO, "self_play": {"snapshot_every": 1_000}}
 PRISONERS, ZERO_SUM = ({"env_config": {"game": name}} for name in ("prisoners_dilemma", "zero_sum"))
 RATINGS = {"rating": "side/main/league/rating", "rating_ci95": "side/main/league/rating_ci95"}
 """What a record keeps of a league beside the score; all players begin with 1200."""
@@ -217,7 +220,9 @@ CASES = {
     "alphazero-tictactoe": Case("AlphaZero", BOARD, 0, 40_000, 20, 3, ONE, "end above", judge=minus_losses),
     "ppo-rps": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, {**RPS, **DRAWN}, "end above", judge=minus_distance),
     "ppo-rps-plain": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, RPS, "end below", judge=minus_distance),
-    "league-rps": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, {**RPS, "self_play": PAST}, "end above", judge=AVERAGE),
+    "league-rps": Case(
+        "PPO", MATRIX, -0.05, 100_000, 5, 3, {**MIXED, **BIASED, "self_play": PAST}, "end above", judge=AVERAGE
+    ),
     "ppo-prisoners": Case(
         "PPO", MATRIX, -0.05, 100_000, 5, 3, {**TABLE, **DRAWN, **PRISONERS}, "end above", judge=minus_distance
     ),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import connect_four, launched, rl_functions, same_weights, trace_files
+from benchmarks import connect_four, launched, rl_functions, same_weights, slimevolley, trace_files
 from benchmarks.learning.foes import Foes
 from benchmarks.peers import async_cases
 from benchmarks.same_weights import Trained, difference
@@ -242,3 +242,11 @@ def test_ratings_that_fall_are_seen(tmp_path):
                 league.finish(Outcome(job.id, sign))
         league.trained("default", 10**7, 2)
         assert connect_four.rises(tmp_path / name) == (name == "rises")
+
+
+def test_slime_volleyball_is_a_game_of_two_that_the_baseline_plays():
+    pytest.importorskip("slimevolleygym")
+    assert main(["check-env", "benchmarks.slimevolley:SlimeVolley"]) == 0
+    with Experiment("PPO", slimevolley.SlimeVolley, fcnet_hiddens=[8], num_envs=2) as exp:
+        (player,) = exp.players(exp.spec_of()).values()
+        assert slimevolley.against_baseline(player, 3, "sample")["mean"] < -3.0
