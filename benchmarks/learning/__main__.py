@@ -30,6 +30,7 @@ import torch
 
 import bray
 from benchmarks.learning import demos
+from benchmarks.learning.asked import rank_correlation
 from benchmarks.learning.boards import minus_losses
 from benchmarks.learning.equilibria import minus_distance, minus_distance_of_average as AVERAGE, minus_nash_conv
 from bray import figures
@@ -248,6 +249,9 @@ CASES = {
         "GAIL", "CartPole-v1", 400, 50_000, 5, 3, {"share": 0.5}, "end above", data="cartpole-expert"
     ),
     "dagger-cartpole": Case("DAgger", "CartPole-v1", 450, 5_000, 2, 3, BALANCE, "end above"),
+    "dt-cartpole-replay": Case(
+        "DT", "CartPole-v1", 0.9, 2_000, 5, 3, ONE, "end above", judge=rank_correlation, data="cartpole-replay"
+    ),
     "bc-cartpole-replay": Case("BC", "CartPole-v1", 300, 5_000, 10, 3, data="cartpole-replay", must="stay below"),
     "iql-cartpole-replay": Case("IQL", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay", must="end above"),
     "cql-cartpole-replay": Case("CQL-Discrete", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay"),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bray.act.asking import with_return
 from bray.act.clock import TRAINED, Clock
 from bray.act.rules import Rule
 from bray.errors import ConfigError
@@ -66,6 +67,8 @@ class Policy:
     _as_chosen = False  # whether the environment takes the numbers that the rule chooses
     simulations: int | None = None
     """Steps of its search for each decision, which may be changed; None where it does not search."""
+    target_return: float | None = None
+    """What a Model is asked for that plays for a return (`bray.act.asking`); None = what it was trained to ask for."""
     draws: Mapping[str, tuple[int, ...]] = {}
     """Random inputs of the Model (`model.draws`): name -> shape. Greedily it gets none: the mean weights, as in an
     exported graph."""
@@ -89,7 +92,7 @@ class Policy:
         self, tick: Tick, carry: NestedArray | None, rng: np.random.Generator | None, mode: str, clock: Clock
     ) -> Deciding:
         """Yield inputs of the Model, get its outputs, return a Decision. By default: one forward, then `act`."""
-        inputs = (tick.obs,) if carry is None else (tick.obs, carry)
+        inputs = (tick.obs,) if carry is None else (tick.obs, with_return(carry, self.target_return, tick.reward))
         if self.draws and mode == SAMPLE:
             assert rng is not None
             inputs += (standard_normals(self.draws, rng),)

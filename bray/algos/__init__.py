@@ -61,6 +61,7 @@ ALGORITHMS: dict[str, Any] = {
     "SQIL-Discrete": "bray.algos.sqil_discrete",
     "GAIL": "bray.algos.gail",
     "DAgger": "bray.algos.dagger",
+    "DT": "bray.algos.dt",
 }
 _ELSEWHERE = {
     **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),
@@ -68,7 +69,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("quantiledqn", "quantileregressiondqn"), "QR-DQN"),
     **dict.fromkeys(("discretesac", "sacd"), "SAC-Discrete"),
     **{"behaviorcloning": "BC", "behaviouralcloning": "BC", "td3bc": "TD3+BC", "td3plusbc": "TD3+BC"},
-    **{"discretecql": "CQL-Discrete"},
+    **{"discretecql": "CQL-Discrete", "decisiontransformer": "DT"},
     **dict.fromkeys(("reinforce", "vpg", "policygradient"), "PG"),
     **dict.fromkeys(("ppo2", "ppoclip", "maskableppo", "ippo"), "PPO"),
     **{"rainbowdqn": "Rainbow", "apexdqn": "Ape-X", "asyncppo": "APPO", "openaies": "ES"},

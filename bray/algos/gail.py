@@ -20,12 +20,12 @@ from bray.data.rollouts import Rollouts
 from bray.errors import ConfigError
 from bray.nn.catalog import ModelConfig
 from bray.nn.encoders import Features
-from bray.nn.functions import one_hot
+from bray.nn.functions import action_features
 from bray.nn.layers import MLP, linear
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses
-from bray.spec import ActionLayout, EnvSpec
+from bray.spec import EnvSpec
 
 DEFAULTS, Policy, make_model = ppo.DEFAULTS, ppo.Policy, ppo.make_model
 """As PPO acts."""
@@ -71,12 +71,6 @@ class Discriminator(nn.Module):
         action = torch.where(self.bounded, action.clamp(-1.0, 1.0), action)
         x = torch.cat([self.features(obs), action_features(self.layout, action)], 1)
         return self.head(self.trunk(x)).squeeze(1)
-
-
-def action_features(layout: ActionLayout, action: Tensor) -> Tensor:
-    """Flat actions `[N, D]` as numbers for a network `[N, F]`: choices one-hot."""
-    parts = [(part, action[:, part.action]) for part in layout.parts]
-    return torch.cat([one_hot(x[:, 0], part.n) if part.kind == "categorical" else x.float() for part, x in parts], 1)
 
 
 class Learner(ppo.Learner):

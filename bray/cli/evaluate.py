@@ -38,6 +38,8 @@ def evaluate(options: Eval) -> int:
     if options.simulations is not None:
         for name in list(exp.policies) or [DEFAULT]:
             search_with(exp.policy_named(name).policy, options.simulations, f"{path}, {exp.algorithms}")
+    if options.target_return is not None:
+        exp.ask_for(options.target_return)
     number = RunDir.open(path).pointer(checkpoint) if checkpoint in ("latest", "best") else checkpoint
     how: dict[str, Any] = {
         "out": path,
@@ -55,7 +57,7 @@ def evaluate(options: Eval) -> int:
 def _follow(options: Eval, seconds: float) -> int:
     """Evaluate each new checkpoint, a line each, until none has come for so many seconds; returns the exit code."""
     path, label, trust = options.path, options.checkpoint, trusting(options)
-    other = (options.steps, options.simulations)
+    other = (options.steps, options.simulations, options.target_return)
     if options.render or options.render_human or other != (None, None) or label not in ("latest", "best"):
         raise ConfigError("--follow plays whole episodes of checkpoint latest or best as they come: leave out the rest")
     seen, since = None, time.monotonic()

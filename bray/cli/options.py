@@ -229,6 +229,8 @@ class Eval(Acting):
     training]."""
     follow: Annotated[Positive | None, Flag(metavar="SECONDS")] = None
     """Wait for the run and evaluate each new checkpoint, until none has come for so long."""
+    target_return: Annotated[float | None, Flag(metavar="R")] = None
+    """Play for this return, with a policy that is asked for one (DT)."""
 
 
 @dataclass(frozen=True, kw_only=True)

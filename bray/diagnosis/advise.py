@@ -95,6 +95,7 @@ SUITED = {
     "SQIL-Discrete": "for demonstrations: soft Q-learning rewarded for being where they were",
     "GAIL": "for demonstrations: PPO rewarded for what looks like them",
     "DAgger": "for an expert that can be asked: does what it would do wherever it comes to",
+    "DT": "for files: plays for the return that it is asked for",
     "CQL-Discrete": "for files: DQN that distrusts actions they do not show",
 }
 """What each of our algorithms is for, where nothing was measured."""

@@ -16,6 +16,7 @@ import torch
 from bray import figures, rundir
 from bray._version import __version__
 from bray.act import GREEDY, SAMPLE
+from bray.act.asking import is_asked
 from bray.algos import algo_name, make_policy
 from bray.config import ConfigSource
 from bray.config.secrets import refuse_hidden
@@ -697,10 +698,17 @@ class Experiment:
         load_weights(model, self._weights[name])
         return model
 
-    def policy(self, obs: Any, state: Any = None, act: str = GREEDY) -> Any:
+    def policy(self, obs: Any, state: Any = None, act: str = GREEDY, reward: float | None = None) -> Any:
         """The action for one observation (as the environment gives it); `(action, state)` for a recurrent Model.
-        `act="sample"` draws it as in training."""
-        return self.served(obs, state, check_mode(act))
+        `act="sample"` draws it as in training. `reward`: of the previous action, for one that plays for a return."""
+        return self.served(obs, state, check_mode(act), reward)
+
+    def ask_for(self, target_return: float) -> None:
+        """From now on evaluations, games and `policy` play for this return; for DT."""
+        served = self.served
+        if served.initial_state is None or not is_asked(served.initial_state(1)):
+            raise ConfigError(f"{self.algorithms} does not play for a return that it is asked for: train DT")
+        served.policy.target_return = float(target_return)
 
     def evaluate(self, episodes: int = 10, seed: int | None = None, act: str = GREEDY) -> dict[str, Any]:
         """Mean return of episodes with its 95 % confidence interval; the same episodes in every call. Of games of

@@ -48,11 +48,13 @@ class ServedPolicy:
         """What acting needs of the Model."""
         return (*self.policy.served_outputs, *(["state"] if self.recurrent else []))
 
-    def __call__(self, obs: Any, state: Any = None, mode: str = GREEDY) -> Any:
+    def __call__(self, obs: Any, state: Any = None, mode: str = GREEDY, reward: float | None = None) -> Any:
+        """`reward`: of the previous action, for a Model that plays for a return."""
         batch = tree.map(lambda x: x[None], self._observations.read(obs)[0])
         if self.initial_state is not None and state is None:
             state = self.initial_state(1)
-        deciding = self.policy.decide(Tick(batch), state, self.rng, mode, TRAINED)
+        tick = Tick(batch, reward=None if reward is None else np.array([reward]))
+        deciding = self.policy.decide(tick, state, self.rng, mode, TRAINED)
         decision = decide_now(deciding, self.engine.forward)
         action = tree.index(decision.action, 0)
         return (action, decision.carry) if self.recurrent else action

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 from bray import tree
+from bray.spec import ActionLayout
 
 
 def one_hot(x: Tensor, n: int) -> Tensor:
     """Choices 0 ... n - 1 `[...]` as float32 `[..., n]`; other numbers give zeros."""
     return (x.unsqueeze(-1) == torch.arange(n, device=x.device)).float()
+
+
+def action_features(layout: ActionLayout, action: Tensor) -> Tensor:
+    """Flat actions `[N, D]` as numbers for a network `[N, F]`: choices one-hot."""
+    parts = [(part, action[:, part.action]) for part in layout.parts]
+    return torch.cat([one_hot(x[:, 0], part.n) if part.kind == "categorical" else x.float() for part, x in parts], 1)
 
 
 def binary_encode(x: Tensor, bits: int) -> Tensor:

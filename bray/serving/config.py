@@ -214,6 +214,9 @@ class ServedModelConfig(DeployConfig):
     simulations: Annotated[Whole | None, Flag()] = None
     """Steps of the search for each tick, where the policy searches (AlphaZero; engine: torch); 0 = its network alone,
     null = as in training."""
+    target_return: Annotated[float | None, Flag()] = None
+    """The return that sessions play for, of a policy that is asked for one (DT); a session's start may say another,
+    {"target_return": 200}; null = as in training."""
     follow: Annotated[bool, Flag()] = False
     """Go on to new checkpoints of a training that is running."""
     follow_every_s: Positive = 1.0

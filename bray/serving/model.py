@@ -22,6 +22,7 @@ import numpy as np
 
 from bray import act, tree
 from bray.act import SAMPLE, TRAINED, ActingEngine, Tick, search_with
+from bray.act.asking import is_asked, with_return
 from bray.act.feed import FileFeed
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, how_to_install
 from bray.inference.batcher import Batcher
@@ -120,7 +121,10 @@ class ServedModel:
         """The name under which the run keeps its weights."""
         self.policy = self._make_policy()
         self.recurrent = bool(self.about.get("recurrent"))
-        self.initial_state = _zeros(self.about.get("state"), self.run.path) if self.recurrent else None
+        self._zeros = _zeros(self.about.get("state"), self.run.path) if self.recurrent else None
+        self.initial_state = self._zeros
+        if config.target_return is not None:
+            self.initial_state = self.asked_for(config.target_return)
         self.observations, self._outside = checked_observations(name, self.spec, config)
         self.masked = self.observations.masked
         self.versions: dict[int, Version] = {}
@@ -138,6 +142,15 @@ class ServedModel:
         self._dropped = {"batches": 0, "samples": 0}  # counts of versions that are gone
         self._rng = np.random.default_rng()
         refuse_fallback(config.fallback, self.spec, name)
+
+    def asked_for(self, target_return: float) -> Any:
+        """What a session remembers at the start of an episode in which it plays for this return."""
+        if not is_asked(self._zeros):
+            raise ConfigError(
+                f"{self.name} does not play for a return that it is asked for (target_return={target_return:g}): that "
+                "is for runs of DT"
+            )
+        return with_return(self._zeros, target_return)
 
     # --- which versions -----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ import msgspec
 import numpy as np
 
 from bray import tree
-from bray.errors import BrayError, DataError, UnknownName, did_you_mean
+from bray.act.asking import is_asked, with_return
+from bray.errors import BrayError, ConfigError, DataError, UnknownName, did_you_mean
 from bray.inference.batcher import own_error
 from bray.serving.actor import FAILURES
 from bray.serving.agent import After, Agent, AgentActor, State
@@ -62,6 +63,7 @@ class Opening(msgspec.Struct):
     model: str | None = None
     version: int | None = None
     rating: float | None = None
+    target_return: float | None = None
 
 
 _KEYS = TickMessage.__struct_fields__
@@ -123,7 +125,7 @@ class BasePolicyAgent(Agent):
         self.rows = self.make_rows()
         served = isinstance(self.model, ServedModel)
         self.asked = ServedSession(self.model, state.session) if served else self.model
-        self.memory = self.model.initial_state
+        self.memory = self.beginning = self.model.initial_state
         self._first = True
 
     @staticmethod
@@ -209,11 +211,11 @@ class BasePolicyAgent(Agent):
             )
         first, self._first = self._first, seen.terminated or seen.truncated
         if first:
-            self.memory = self.model.initial_state
+            self.memory = self.beginning
         state.obs, state.mask, state.reward, state.first = obs, mask, reward, first
         state.terminated, state.truncated = seen.terminated, seen.truncated
         if self.memory is not None:
-            state.memory = self.memory
+            state.memory = self.memory = with_return(self.memory, None, reward)
         self.mask = mask
         return self.asked.ask(self, state)
 
@@ -245,6 +247,9 @@ class BasePolicyAgent(Agent):
         try:
             message = _read_tick(data)
             obs, mask = observations.read(message.obs, message.action_mask)
+            if type(message.reward) is msgspec.Raw and is_asked(self.memory):
+                reward = _number(_read_reward(message.reward) or 0.0, model.reward_range)
+                self.memory = with_return(self.memory, None, reward)
         except _MALFORMED as e:
             raise malformed(f'expected a JSON object {{"obs": ...}}, got {_short(data)} ({e})') from None
         except DataError as e:
@@ -257,7 +262,7 @@ class BasePolicyAgent(Agent):
             out = await version.submit(*asked, self.memory)
             over = message.terminated or message.truncated  # the next tick starts an episode, and remembers nothing
             # a row of the batch would keep the whole batch alive
-            self.memory = model.initial_state if over else tree.map(np.copy, out["state"])
+            self.memory = self.beginning if over else tree.map(np.copy, out["state"])
         action = self.last = out["action"]
         if type(action) is np.int64:
             return b'{"action":%d,"version":%d}' % (action, version.step)
@@ -369,7 +374,8 @@ class PolicyActor(AgentActor):
     """A game session played by policies, and by other agents beside them.
 
     At its start a game may choose the model and the version that answer it: `{"model": NAME, "version": STEP}`, or how
-    strong its player is to be: `{"rating": 1200}`. Ticks that are late are answered all the same, and sessions are
+    strong its player is to be: `{"rating": 1200}`, or which return it is to play for: `{"target_return": 200}`. Ticks
+    that are late are answered all the same, and sessions are
     recorded, where that is wanted.
     """
 
@@ -410,6 +416,11 @@ class PolicyActor(AgentActor):
         self.begin(session, data)
         players = [agent for _, agent in self._agents if isinstance(agent, BasePolicyAgent)]
         for agent in players:
+            if opening.target_return is not None and isinstance(agent.asked, ServedSession):
+                try:
+                    agent.memory = agent.beginning = agent.asked.model.asked_for(opening.target_return)
+                except ConfigError as e:
+                    raise malformed(str(e)) from None
             named = isinstance(agent.asked, ServedSession) and opening.model in (None, agent.model.name)
             if named and opening.version is not None:
                 agent.asked.choose(opening.version)
@@ -448,7 +459,8 @@ class PolicyActor(AgentActor):
             if self._find_model is None:
                 return Opening()  # it is for the agents
             raise malformed(
-                f"expected an empty body or a JSON object with model and version or rating, got {_short(data)} ({e})"
+                "expected an empty body or a JSON object with model and version or rating, or target_return, got "
+                f"{_short(data)} ({e})"
             ) from None
 
     def tick(self, data: bytes) -> bytes | Awaitable[bytes]:

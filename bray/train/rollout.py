@@ -77,6 +77,8 @@ class Rollout:
         self.returns = np.zeros(env.num_envs)
         self.lengths = np.zeros(env.num_envs, np.int64)
         self.first = np.ones(env.num_envs, bool)
+        self.reward = np.zeros(env.num_envs, np.float32)
+        """Of the last step, as the environments gave it."""
         self.state = initial_state(env.num_envs) if initial_state else None
         self.one_forward = self.state is None and not policy.draws and type(policy).decide is Policy.decide
         """Whether a step asks the engine once, with the observations alone."""
@@ -129,7 +131,7 @@ class Rollout:
         first, state = self.first, self.state
         if state is not None and first.any():
             state = zeroed(state, first)
-        return Tick(self.seen, None, first), state, self.clock
+        return Tick(self.seen, self.reward, first), state, self.clock
 
     @property
     def seen(self) -> Any:
@@ -192,6 +194,7 @@ class Rollout:
             ended = ended & valid  # it stays dead while its next episode is waited for, but ended once
             self.first = dead & here
         self.returns += reward
+        self.reward = reward
         self.lengths += valid
         self.env_steps += int(np.count_nonzero(valid))
         if self.ended:
@@ -262,6 +265,7 @@ class Rollout:
             "returns": self.returns.copy(),
             "lengths": self.lengths.copy(),
             "first": self.first.copy(),
+            "reward": np.array(self.reward),
             "dead": self.env.dead.copy(),
             "state": {} if self.state is None else self.state,
             "rewards": self.rewards.get_state() if self.rewards else {},
@@ -302,6 +306,7 @@ class Rollout:
         if self.env.exact and same:
             self.returns, self.lengths = np.array(arrays["returns"]), np.array(arrays["lengths"])
             self.first = np.array(arrays["first"])
+            self.reward = np.array(arrays.get("reward", self.reward))  # older checkpoints have none
             if self.state is not None:
                 self.state = tree.map(np.array, arrays["state"])
             if policy := arrays.get("policy"):

@@ -128,7 +128,7 @@ def test_a_run_a_service_and_a_function_that_asks_the_run_say_the_same(teacher, 
     starts = [(0, 4), (0,), (0, 2)]
     ticks = [(rng.standard_normal((3, 4)).astype(np.float32), np.array([t in s for s in starts])) for t in range(6)]
     run = load_expert(str(teacher), CARTPOLE, 3)
-    with exp.serve(port=0, use_tcp=True, block=False) as server:
+    with exp.serve(port=0, use_tcp=True, block=False, engine="torch") as server:
         service = [load_expert(f"{s}://127.0.0.1:{server.port}", CARTPOLE, 3) for s in ("http", "tcp")]
         states = [None] * 3
         for obs, first in ticks:

@@ -224,6 +224,7 @@ WITHOUT_RANGE = {
     "C51.v_max": "any return; above v_min, checked by the Config",
     "Rainbow.v_min": "as of C51",
     "Rainbow.v_max": "as of C51",
+    "DT.target_return": "any return",
     "IQN.eta": "depends on risk, checked by the Config",
 }
 

@@ -30,6 +30,7 @@ WITHOUT_PRESET = (
     "SQIL-Discrete",
     "GAIL",
     "DAgger",
+    "DT",
 )
 """They learn from files or an expert, for which there are none."""
 SPREAD = "pettingzoo:mpe2.simple_spread_v3"

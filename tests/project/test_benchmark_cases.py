@@ -18,8 +18,21 @@ ELSEWHERE = {"IMPALA", "APPO", "Ape-X"}
 """Beside RLlib and others, with workers: benchmarks/scale."""
 ALONE = {"QMIX", "VDN", "MADDPG", "COMA", "ATOC", "MAPPO", "NFSP", "AlphaZero"}
 """Of several agents: not measured beside a peer yet."""
-FROM_FILES = {"BC", "MARWIL", "TD3+BC", "IQL", "CQL", "CQL-Discrete", "DQfD", "SQIL", "SQIL-Discrete", "GAIL", "DAgger"}
-"""Beside d3rlpy: benchmarks/offline.py; it has no MARWIL, DQfD, SQIL, GAIL and DAgger."""
+FROM_FILES = {
+    "BC",
+    "MARWIL",
+    "TD3+BC",
+    "IQL",
+    "CQL",
+    "CQL-Discrete",
+    "DQfD",
+    "SQIL",
+    "SQIL-Discrete",
+    "GAIL",
+    "DAgger",
+    "DT",
+}
+"""Beside d3rlpy: benchmarks/offline.py; it has no MARWIL, DQfD, SQIL, GAIL, DAgger and DT."""
 DQN = {
     "fcnet_hiddens": cases.DQN_HIDDEN,
     "batch_size": cases.DQN_BATCH,
