@@ -58,7 +58,7 @@ def _follow(options: Eval, seconds: float) -> int:
     """Evaluate each new checkpoint, a line each, until none has come for so many seconds; returns the exit code."""
     path, label, trust = options.path, options.checkpoint, trusting(options)
     other = (options.steps, options.simulations, options.target_return)
-    if options.render or options.render_human or other != (None, None) or label not in ("latest", "best"):
+    if options.render or options.render_human or other != (None, None, None) or label not in ("latest", "best"):
         raise ConfigError("--follow plays whole episodes of checkpoint latest or best as they come: leave out the rest")
     seen, since = None, time.monotonic()
     while time.monotonic() < since + seconds:
