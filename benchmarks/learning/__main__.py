@@ -117,7 +117,20 @@ CHAIN = {"num_envs": 8, "rollout_length": 128, "minibatches": 16}
 CAR = {"normalize_observations": False, "normalize_rewards": False, "entropy_coef": 0.0}
 BALANCE = {"expert": "benchmarks.learning.demos:balance"}
 """The script that also made cartpole-expert; it is asked 5,000 times, as often as that data set has steps."""
+ONE_SHOWN = {
+    "share": 0.25,
+    "train_every": 2,
+    "tau": 0.01,
+    "lr": 1e-3,
+    "n_step": 3,
+    "replay_size": 50_000,
+    "epsilon": {"kind": "linear", "start": 0.1, "end": 0.0, "steps": 8_000},
+    "fcnet_hiddens": [128, 128],
+    "fcnet_activation": "relu",
+}
+"""As DQN's preset for CartPole, but for the share of the demonstration and less exploration beside it."""
 SQIL = {"share": 0.5, "lr": 1e-3, "tau": 0.01, "fcnet_hiddens": [128, 128], "fcnet_activation": "relu"}
+ONE_SQIL = {**SQIL, "train_every": 2, "epsilon": ONE_SHOWN["epsilon"]}
 R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 
 KUHN, LEDUC, MATRIX = "openspiel:kuhn_poker", "openspiel:leduc_poker", "bray.envs.agent_games:Matrix"
@@ -243,6 +256,8 @@ CASES = {
     "bc-cartpole": Case("BC", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
     "marwil-cartpole": Case("MARWIL", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
     "dqfd-cartpole": Case("DQfD", "CartPole-v1", 450, 3_000, 5, 3, data="cartpole-expert", must="end above"),
+    "dqfd-cartpole-one": Case("DQfD", "CartPole-v1", 475, 20_000, 2, 3, ONE_SHOWN, data="cartpole-one"),
+    "sqil-cartpole-one": Case("SQIL-Discrete", "CartPole-v1", 475, 20_000, 2, 3, ONE_SQIL, data="cartpole-one"),
     "sqil-cartpole": Case("SQIL-Discrete", "CartPole-v1", 450, 30_000, 2, 3, SQIL, data="cartpole-expert"),
     "sqil-pendulum": Case("SQIL", "Pendulum-v1", -300, 20_000, 2, 3, {"share": 0.5}, data="pendulum-expert"),
     "gail-cartpole": Case(

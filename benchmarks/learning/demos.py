@@ -4,6 +4,7 @@ The data sets that algorithms learn from which learn from files: made here, by a
 folder of trajectory files with spec.json, in build/demos unless --out says otherwise; one that is there stays.
 
     cartpole-expert   10 episodes of a script that holds the pole (500 each)
+    cartpole-one      the first of them
     cartpole-replay   the first 20,000 steps of DQN, as it explored
     pendulum-expert   10 episodes of a script that swings up and holds (about -140)
     pendulum-mixed    50 episodes of that script, and 50 of random play (about -1,210)
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -120,6 +123,7 @@ def replayed(run: str, env: str, steps: int, out: Path) -> None:
 
 SETS: dict[str, Callable[[Path], None]] = {
     "cartpole-expert": lambda out: played("CartPole-v1", {balance: 10}, out),
+    "cartpole-one": lambda out: played("CartPole-v1", {balance: 1}, out),
     "cartpole-replay": lambda out: replayed("DQN", "CartPole-v1", 20_000, out),
     "pendulum-expert": lambda out: played("Pendulum-v1", {swing_up: 10}, out),
     "pendulum-mixed": lambda out: played("Pendulum-v1", {swing_up: 50, None: 50}, out),
@@ -129,10 +133,12 @@ SETS: dict[str, Callable[[Path], None]] = {
 def made(name: str, out: Path = BUILT) -> Path:
     """The folder of a data set, which is made first where it is not there."""
     if not (folder := out / name).exists():
-        unfinished = out / f"{name}.unfinished"
+        unfinished = out / f"{name}.unfinished-{os.getpid()}"
         shutil.rmtree(unfinished, ignore_errors=True)
         SETS[name](unfinished)
-        unfinished.rename(folder)
+        with suppress(OSError):  # another process was first
+            unfinished.rename(folder)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from bray import act
 from bray.algos import ALGORITHMS, get_algo, make_experience, refusal
 from bray.config.runfile import preset, scores
-from bray.data.experience import Replay
+from bray.data.experience import Dataset, Replay
 from bray.data.rollouts import Rollouts
 from bray.diagnosis.advise import Candidate, Facts
 from bray.envs.build import Builder
@@ -136,4 +136,5 @@ def _learns_in_games(algo: Any, spec: EnvSpec) -> bool:
 
 def learns_from(algo: Any, spec: EnvSpec) -> str:
     """The kind of its experience."""
-    return type(make_experience(algo, algo.Config(), spec, ModelConfig())).__name__.lower()
+    made = make_experience(algo, algo.Config(), spec, ModelConfig())
+    return "dataset" if isinstance(made, Dataset) else type(made).__name__.lower()

@@ -42,7 +42,7 @@ class Windows(Dataset):
         self._complete = True
         assert self._pieces is not None
         self.count = int(self._pieces.steps.sum())
-        if not self.count:
+        if all(self._read_rows(i) is None for i in range(len(self._pieces.steps))):  # none is read beyond the first
             raise DataError("the data set has no transitions to learn from")
 
     def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
