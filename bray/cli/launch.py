@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from bray.cli.options import Launch
+from bray.cli.options import Launch, Train
 from bray.cli.show import facts, log_shown, plain_table, put, say, show_failure
 from bray.cluster.machine import Machine
+from bray.config import load_yaml
 from bray.errors import BrayError, CheckpointError, ConfigError, ResourceError
 from bray.launch.graph import Graph, ResourceRequest, load, total
 from bray.launch.hints import game_command
@@ -47,6 +48,8 @@ def again(options: Launch, **changes: str) -> str:
 
 def launch(options: Launch) -> int:
     """Check, draw or run; returns the exit code."""
+    if is_run(load_yaml(options.config).values):
+        return _train(options)
     graph = load(options.config, options.keys or (), options.mode, options.trial, options.project, options.trust)
     if options.graph is not None:
         _draw(graph, options.graph)
@@ -61,6 +64,30 @@ def launch(options: Launch) -> int:
         for note in graph.notes:
             print(f"note: {note}", file=sys.stderr)
         return _run(graph, options, reads_only=deployed.keys() >= graph.of_kind("model").keys())
+
+
+def is_run(values: Mapping[str, Any]) -> bool:
+    """Whether a file describes a run that learns from live games, as `bray train -f` reads it, and no components."""
+    return "live" in values and not any(isinstance(x, Mapping) and "kind" in x for x in values.values())
+
+
+def _train(options: Launch) -> int:
+    """Training and service of such a file are one process, which `bray train` starts; a trial that is there is
+    continued."""
+    from bray.cli.train import train  # it loads torch
+
+    project, trial = Path(options.project or "runs"), options.trial or options.config.stem
+    odd = [flag for flag, value in (("--check", options.check), ("--graph", options.graph)) if value]
+    odd += ["--mode deploy"] if options.mode == "deploy" else []
+    if odd:
+        raise ConfigError(
+            f"{options.config} describes a run (`live:`), not components: leave out {', '.join(odd)}; bray train -f "
+            f"{options.config} --print-config shows what it sets, bray serve {project / trial} serves it"
+        )
+    about: dict[str, Any] = {"keys": options.keys, "quiet": options.quiet, "trust": options.trust}
+    if (project / trial / "checkpoints").exists():
+        return train(Train(resume=project / trial, **about))
+    return train(Train(file=options.config, project=project, trial=trial, **about))
 
 
 def _deployed(graph: Graph) -> dict[str, Path]:

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine
 from bray.launch.build import build
 from bray.launch.graph import load
+from bray.league import IN_RUN, ResultLog, read_league
 from bray.remote.actor.policy_agent import PolicyAgent
 from bray.remote.algo import algo_setup
 from bray.serving.agent import AgentActor
@@ -46,6 +48,7 @@ from examples.atari.model import AtariModel
 from template import gamecore
 from template.games import make_game
 from template.games.grid import DOOR, SIZE, WALL, GridEnv
+from template.matches import Matches
 from template.models.model1 import Model1
 from template.renders import render1
 from template.tests.test_project import demonstration
@@ -563,3 +566,52 @@ def test_imitation_plays_like_its_demonstrations(tmp_path):
         assert np.mean(games.returns) > 0.7
     finally:
         bray.shutdown()
+
+
+# --- the league -------------------------------------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["launch", "--config", "template/league.yaml"],
+        ["train", "-f", "template/league.yaml", "--trial", "league"],
+    ],
+)
+def test_the_league_learns_from_its_matches(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.chdir(ROOT)
+    port, path = free_port(), tmp_path / "league"
+    keys = [f"live.port={port}", "live.rows=64", "stop.env_steps_total=400", "iteration_steps=100", "save_figure=false"]
+    words = [*command, *keys, "--project", str(tmp_path)]
+    matches = Matches("127.0.0.1", port)
+    threads = [threading.Thread(target=matches.play, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert main(words) == 0
+        if command[0] == "launch":  # the same again goes on
+            assert main([*words, "stop.env_steps_total=600"]) == 0
+    finally:
+        matches.over.set()
+        for thread in threads:
+            thread.join(60.0)
+    found = read_league(path / IN_RUN)
+    assert {ref.side for ref in found.refs} == {"main", "second", "hunter"}
+    counted = sum(event.id is not None for event in ResultLog(path / IN_RUN).read())
+    assert counted >= matches.told["count"] > 10
+    capsys.readouterr()
+    assert main(["league", str(path)]) == 0
+    assert "hunter@0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--check"], ["--mode", "deploy"], ["--graph", "x.svg"]])
+def test_what_is_for_components_says_what_to_write_for_a_league(capsys, monkeypatch, words):
+    monkeypatch.chdir(ROOT)
+    assert main(["launch", "--config", "template/league.yaml", *words]) == 2
+    assert "bray serve runs/league serves it" in capsys.readouterr().err.replace("\n", " ")
