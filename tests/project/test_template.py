@@ -45,10 +45,9 @@ from examples.atari import (
     trainer as atari_trainer,
 )
 from examples.atari.model import AtariModel
-from template import gamecore
+from template import gamecore, matches
 from template.games import make_game
 from template.games.grid import DOOR, SIZE, WALL, GridEnv
-from template.matches import Matches
 from template.models.model1 import Model1
 from template.renders import render1
 from template.tests.test_project import demonstration
@@ -175,7 +174,9 @@ def test_the_commands_of_the_readme_are_understood(capsys):
     ]
     assert len(commands) >= 7
     for command in commands:
-        if command[0] == "bray":
+        if command[:4] == ["bray", "launch", "--config", "template/league.yaml"]:
+            assert main(["train", "-f", str(TEMPLATE / "league.yaml"), "--print-config"]) == 0
+        elif command[0] == "bray":
             parser = argparse.ArgumentParser()
             parser.add_argument("--config")
             parser.add_argument("--trial")
@@ -188,9 +189,9 @@ def test_the_commands_of_the_readme_are_understood(capsys):
                 assert list(setup.spec.observation.shape) == graph.config["network"]["state_space"]
                 assert setup.spec.num_actions == graph.config["network"]["action_space"]
         else:
-            assert command[2] == "template.gamecore"
+            program = {"template.gamecore": gamecore, "template.matches": matches}[command[2]]
             with pytest.raises(SystemExit) as ended:
-                gamecore.main([*command[3:], "--help"])
+                program.main([*command[3:], "--help"])
             assert ended.value.code == 0
     capsys.readouterr()
 
@@ -589,8 +590,8 @@ def test_the_league_learns_from_its_matches(tmp_path, capsys, monkeypatch, comma
     port, path = free_port(), tmp_path / "league"
     keys = [f"live.port={port}", "live.rows=64", "stop.env_steps_total=400", "iteration_steps=100", "save_figure=false"]
     words = [*command, *keys, "--project", str(tmp_path)]
-    matches = Matches("127.0.0.1", port)
-    threads = [threading.Thread(target=matches.play, daemon=True) for _ in range(4)]
+    played = matches.Matches("127.0.0.1", port)
+    threads = [threading.Thread(target=played.play, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     try:
@@ -598,13 +599,13 @@ def test_the_league_learns_from_its_matches(tmp_path, capsys, monkeypatch, comma
         if command[0] == "launch":  # the same again goes on
             assert main([*words, "stop.env_steps_total=600"]) == 0
     finally:
-        matches.over.set()
+        played.over.set()
         for thread in threads:
             thread.join(60.0)
     found = read_league(path / IN_RUN)
     assert {ref.side for ref in found.refs} == {"main", "second", "hunter"}
     counted = sum(event.id is not None for event in ResultLog(path / IN_RUN).read())
-    assert counted >= matches.told["count"] > 10
+    assert counted >= played.told["count"] > 10
     capsys.readouterr()
     assert main(["league", str(path)]) == 0
     assert "hunter@0" in capsys.readouterr().out
