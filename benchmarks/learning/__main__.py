@@ -131,6 +131,9 @@ ONE_SHOWN = {
 """As DQN's preset for CartPole, but for the share of the demonstration and less exploration beside it."""
 SQIL = {"share": 0.5, "lr": 1e-3, "tau": 0.01, "fcnet_hiddens": [128, 128], "fcnet_activation": "relu"}
 ONE_SQIL = {**SQIL, "train_every": 2, "epsilon": ONE_SHOWN["epsilon"]}
+ONLINE = {"share": 0.5, "learning_starts": 128}
+"""From files to play: within half of the steps of the same algorithm from nothing, which are in its own case."""
+NEAR = {"pretrain": 2_000, "epsilon": {"kind": "linear", "start": 0.1, "end": 0.02, "steps": 8_000}}
 R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 
 KUHN, LEDUC, MATRIX = "openspiel:kuhn_poker", "openspiel:leduc_poker", "bray.envs.agent_games:Matrix"
@@ -267,6 +270,10 @@ CASES = {
     "dt-cartpole-replay": Case(
         "DT", "CartPole-v1", 0.9, 2_000, 5, 3, ONE, "end above", judge=rank_correlation, data="cartpole-replay"
     ),
+    "sac-pendulum-online": Case(
+        "SAC", "Pendulum-v1", -200, 2_000, 1, 3, {**ONLINE, "pretrain": 3_000}, data="pendulum-mixed"
+    ),
+    "dqn-cartpole-online": Case("DQN", "CartPole-v1", 475, 21_000, 2, 3, {**ONLINE, **NEAR}, data="cartpole-expert"),
     "bc-cartpole-replay": Case("BC", "CartPole-v1", 300, 5_000, 10, 3, data="cartpole-replay", must="stay below"),
     "iql-cartpole-replay": Case("IQL", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay", must="end above"),
     "cql-cartpole-replay": Case("CQL-Discrete", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay"),

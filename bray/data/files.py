@@ -40,6 +40,8 @@ MAX_EPISODE = 1 << 32
 LARGE_EPISODE = 1 << 30
 """Bytes beyond which an episode that is stored in less than `1 / MOST_SQUEEZED` of its size is refused."""
 MOST_SQUEEZED = 500
+WORTH = 0.875
+"""Of its size: an episode that compression leaves larger is stored for quick reading."""
 _COLUMNS = ("obs", "action", "reward", "terminated", "truncated")
 _MAX_STACK = 16
 
@@ -59,7 +61,7 @@ class EpisodeWriter:
         """Finished files."""
         self._file: Any = None
         self._index: list[tuple[int, int, int, int]] = []
-        self._compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
+        self._compressors = [zstandard.ZstdCompressor(level=level, write_checksum=True) for level in (1, -1)]
         self._number = _next_number(self.prefix)
 
     def write(self, episode: Episode) -> None:
@@ -67,7 +69,7 @@ class EpisodeWriter:
         raw = tree.pack(_squeeze(episode))
         if (size := max(len(raw), tree.nbytes(episode))) > MAX_EPISODE:
             raise DataError(f"an episode of {size} bytes; the most is {MAX_EPISODE}. Write it in parts.")
-        block = self._compressor.compress(raw)
+        block = self._compress(raw)
         if self._file is None:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._path = self.prefix.with_name(f"{self.prefix.name}-{self._number:05d}{SUFFIX}")
@@ -80,6 +82,13 @@ class EpisodeWriter:
         full = self.most_bytes is not None and self._file.tell() >= self.most_bytes
         if full or len(self._index) == self.per_file:
             self._finish()
+
+    def _compress(self, raw: bytes) -> bytes:
+        """Numbers that are much like noise (most observations that are floats) save little, and take five times as
+        long to read as what is stored as it is."""
+        small, quick = self._compressors
+        block: bytes = small.compress(raw)
+        return block if len(block) < WORTH * len(raw) else quick.compress(raw)
 
     def close(self) -> None:
         """Finish the last file."""

@@ -216,6 +216,10 @@ def nstep(piece: Piece, n: int, gamma: float) -> tuple[np.ndarray, np.ndarray, n
     if n < 1:
         raise ConfigError(f"n-step returns sum at least 1 reward, got n = {n}")
     t, b = piece.reward.shape
+    if n == 1:
+        total = np.where(piece.valid, piece.reward, np.float32(0.0)).astype(np.float32, copy=False)
+        discount = np.where(piece.terminated, np.float32(0.0), np.float32(gamma))
+        return total, np.where(piece.valid, discount, np.float32(1.0)), np.arange(t)[:, None] + piece.valid
     flags = piece.terminated * TERMINATED + piece.truncated * TRUNCATED + piece.valid * VALID
     flat = np.append(
         flags.astype(np.uint8).reshape(-1), np.zeros(b, np.uint8)

@@ -36,18 +36,21 @@ class Transitions:
     def add(self, piece: Piece) -> None:
         """The valid rows of a piece, copied."""
         total, discount, after = nstep(piece, self.n_step, self.gamma)
-        row, env = np.nonzero(piece.valid)
         games, start = piece.num_envs, self._length["obs"]
+        rows = np.flatnonzero(piece.valid)
+
+        def valid(x: Any) -> Any:
+            flat = x.reshape(-1, *x.shape[2:])
+            return flat if len(flat) == len(rows) else flat[rows]
+
         self._append("obs", tree.map(lambda x: x.reshape(-1, *x.shape[2:]), piece.obs))
         columns = {
-            "action": tree.index(piece.action, (row, env)),
-            "reward": total[row, env],
-            "discount": discount[row, env],
-            **tree.index(piece.extras, (row, env)),
-            "at": start + row * games + env,
-            "after": start + after[row, env] * games + env,
+            **{"action": piece.action, "reward": total, "discount": discount},
+            **piece.extras,
+            "after": after * games + np.arange(games),
         }
-        self._append("columns", columns)
+        columns = tree.map(valid, columns)
+        self._append("columns", columns | {"at": start + rows, "after": start + columns["after"]})
 
     def _append(self, kind: str, new: NestedArray) -> None:
         start = self._length[kind]
@@ -64,12 +67,12 @@ class Transitions:
     def take(self, rows: np.ndarray) -> dict[str, NestedArray]:
         """These transitions, as those of a Replay."""
         obs = self._arrays["obs"]
-        columns = tree.map(lambda x: x[rows], self._arrays["columns"])
+        columns = tree.map(lambda x: x.take(rows, 0), self._arrays["columns"])
         at, after = columns.pop("at"), columns.pop("after")
         return {
-            "obs": tree.map(lambda x: x[at], obs),
+            "obs": tree.map(lambda x: x.take(at, 0), obs),
             **{name: columns.pop(name) for name in ("action", "reward", "discount")},
-            "next_obs": tree.map(lambda x: x[after], obs),
+            "next_obs": tree.map(lambda x: x.take(after, 0), obs),
             "weight": np.ones(len(rows), np.float32),
             **columns,
         }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ _MAX_DEPTH = 64
 _MAX_AXES = 32
 _MAX_BYTES = 1 << 40
 _MAX_HEADER = 1 << 24
+_SMALL_HEADER = 1 << 12
 _KEEP = 1024  # layouts remembered: parts of episodes have many different lengths
 
 Read = Callable[[Any, list[np.ndarray]], bool]
@@ -265,6 +267,7 @@ def to_bytes(columns: Sequence[np.ndarray]) -> list[Any]:
 
 MAGIC = b"BRAYTREE"
 _HEAD = len(MAGIC) + 8
+_parse_again = lru_cache(_KEEP)(Layout.parse)
 
 
 def pack(tree: NestedArray) -> bytes:
@@ -304,7 +307,7 @@ def unpack(data: bytes | bytearray | memoryview, copy: bool = False) -> NestedAr
     if size > _MAX_HEADER or _HEAD + size > len(view):
         raise DataError(f"not a packed tree: header of {size} bytes in {len(view)} bytes of data")
     try:
-        layout = Layout.parse(bytes(view[_HEAD : _HEAD + size]))
+        layout = (_parse_again if size <= _SMALL_HEADER else Layout.parse)(bytes(view[_HEAD : _HEAD + size]))
         arrays = [c[0, ...] for c in layout.columns(view, 1, aligned(_HEAD + size))]
         for array in arrays:
             if array.dtype.kind == "b" and array.size and array.view(np.uint8).max() > 1:
