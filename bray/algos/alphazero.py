@@ -24,7 +24,6 @@ from bray.algos import base
 from bray.algos.base import Update, to_torch
 from bray.config.declare import Amount, Count, Positive, RateSchedule, Share, Whole
 from bray.data.positions import Positions
-from bray.envs.missing import warn_once
 from bray.envs.positions import KnownPositions
 from bray.errors import ConfigError
 from bray.nn import catalog
@@ -119,6 +118,7 @@ class Policy(act.Policy):
         self.config, self.spec = config, spec
         self.simulations: int = config.simulations
         self._positions: KnownPositions | None = None
+        self._told = False
 
     def decide(self, tick: Tick, carry: Any, rng: np.random.Generator | None, mode: str, clock: Clock) -> Deciding:
         outputs = yield (tick.obs,)
@@ -154,9 +154,9 @@ class Policy(act.Policy):
             self._positions = KnownPositions(self.spec.game)
         found = [self._positions.at(moves[row]) for row in who.tolist()]
         there = np.array([position is not None for position in found], bool)
-        if not there.all():
-            wrong = moves[who[~there][0]].tolist()
-            warn_once(log, f"no game that goes on has the moves {wrong}: there the network decides without a search")
+        if not there.all() and not self._told:  # once, whatever else clients of a service send
+            self._told, wrong = True, moves[who[~there][0]].tolist()
+            log.warning("no game that goes on has the moves %s: there the network decides without a search", wrong)
         return [position for position in found if position is not None], who[there], who[~there]
 
     def _evaluate(self, growing: Any, like: Any) -> Generator[tuple[Any, ...], dict[str, Any], np.ndarray]:

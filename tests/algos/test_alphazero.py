@@ -241,6 +241,8 @@ def test_where_the_moves_are_of_no_game_the_network_decides(caplog):
     assert decision.extras["pi"].any(1).tolist() == [True, False, False]
     alone = forward(tick.obs)["dist"]
     assert decision.action[1:].tolist() == np.where(tick.obs["action_mask"] > 0, alone, -9)[1:].argmax(1).tolist()
+    decide_now(policy.decide(tick_of(policy, [2] * 7), None, None, GREEDY, TRAINED), forward)
+    assert caplog.text.count("no game that goes on has the moves") == 1
     assert "the moves [3, 3, 3, 3, 3, 3, 3, -1" in caplog.text
     policy.simulations = 0
     decision = decide_now(policy.decide(tick, None, None, GREEDY, TRAINED), forward)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import connect_four, launched, rl_functions, same_weights, slimevolley, trace_files
+from benchmarks import connect_four, launched, rl_functions, same_weights, search, slimevolley, trace_files
 from benchmarks.learning.foes import Foes
 from benchmarks.peers import async_cases
 from benchmarks.same_weights import Trained, difference
@@ -226,6 +226,13 @@ def test_the_player_of_one_ply_wins_and_blocks():
     assert column(0, 1, 1, 2, 2, 3, 2, 3, 3, 6) == 3, "wins on a diagonal"
     assert column(6, 5, 5, 4, 4, 3, 4, 3, 3, 0) == 3, "on the other one"
     assert column(3, 3, 3, 3, 3, 3) != 3, "a full column"
+
+
+def test_the_bot_of_openspiel_is_told_what_has_been_played():
+    pytest.importorskip("pyspiel")
+    for played, best in (([3, 0, 3, 0, 3, 6], 3), ([0, 3, 0, 3, 6, 3], 3), ([5, 2, 5, 2, 5], 5)):
+        moves = np.array([*played, *[-1] * (42 - len(played))], np.int16)
+        assert search.spiel_mcts({"moves": moves}, np.random.default_rng(0)) == best  # wins, blocks, blocks
 
 
 def test_ratings_that_fall_are_seen(tmp_path):
