@@ -128,14 +128,15 @@ def train(how: str, path: Path, seed: int, minutes: float, steps: int | None, co
     torch.set_num_threads(1)
     start, lines = time.process_time(), []
     play = {"vector": "subprocess", "num_processes": cores - 1} if cores > 1 else {"vector": "inprocess"}
-    stop = {"time_total_s": 60 * minutes} | ({} if steps is None else {"agent_steps_total": steps})
     given = {**SETTINGS, **play, "self_play": {**POOL, **HOW[how]}}
     with Experiment("PPO", "benchmarks.slimevolley:SlimeVolley", path=path, seed=seed, **given) as exp:
-        for row in exp.train(stop):
+        for row in exp.train({"time_total_s": 60 * minutes}):
             if row.get("eval/return_mean") is not None:
                 keys = ("env_steps_total", "agent_steps_total", "league/rating", "eval/random/win", "eval/first/win")
                 lines.append({key: row.get(key) for key in keys})
                 print(json.dumps(lines[-1]), flush=True)
+            if steps is not None and row["agent_steps_total"] >= steps:
+                break
         exp.save()
         (player,) = exp.players(exp.spec_of()).values()
         scores = {f"baseline_{mode}": against_baseline(player, 1_000, mode) for mode in (GREEDY, SAMPLE)}
