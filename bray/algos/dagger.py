@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from bray import tree
 from bray.act import SAMPLE, TRAINED, Clock, Tick
 from bray.algos import bc
+from bray.algos.base import Update, drawn, to_torch
 from bray.algos.expert import Expert, load_expert
+from bray.algos.r2d2 import burnt_in
 from bray.config.declare import Count, ShareSchedule, Whole
-from bray.data.experience import Replay
+from bray.data.experience import Replay, Sequences
 from bray.errors import ConfigError
 from bray.nn.catalog import ModelConfig
+from bray.nn.normalize import update_normalizers
 from bray.schedules import make_schedule
 from bray.spec import EnvSpec
 
-make_model = bc.without_memory
+make_model = bc.make_model
 
 
 def _beta() -> dict[str, Any]:
@@ -40,10 +45,18 @@ class Config(bc.Config):
     paper."""
     updates: Count = 1
     """Gradient steps per visit."""
+    burn_in: Whole = 8
+    """Rows before each sequence that only warm up the memory of a network that has one: the one that is stored is of
+    older weights."""
 
 
 def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Replay:
-    return Replay.of(config, spec.frame_stack)
+    """Single rows; sequences where the network has a memory."""
+    if not model.use_lstm:
+        return Replay.of(config, spec.frame_stack)
+    length = model.max_seq_len
+    sequences = replace(config, batch_size=max(1, config.batch_size // length))
+    return Sequences.of(sequences, spec.frame_stack, length=length, burn_in=config.burn_in)
 
 
 class Policy(bc.Policy):
@@ -106,6 +119,35 @@ class Policy(bc.Policy):
 
 class Learner(bc.Learner):
     """In the trainer: rows of all rounds with the expert's actions in, better weights out."""
+
+    config: Config
+
+    def build(self) -> dict[str, Any]:
+        parts = super().build()
+        self.memory = {}  # sequences come with theirs
+        return {"optimizer": parts["optimizer"]}
+
+    def update(self, batch: dict[str, Any], clock: Clock) -> Update:
+        """Of rows `[B]`; of sequences `[T, B]` the rows behind `burn_in`."""
+        if "state" not in batch:
+            return super().update(batch, clock)
+        n, valid = self.config.burn_in, batch["valid"].astype(np.float32)
+        seen = tree.map(lambda x: x[:-1], batch["obs"])
+        update_normalizers(self.model, seen, valid)
+        columns = self.columns({"obs": tree.map(lambda x: x[n:], seen), "expert": batch["expert"][n:]})
+        columns |= {"before": tree.map(lambda x: x[:n], seen), "first": batch["first"][:-1]}
+        columns |= {"state": batch["state"], "weight": valid[n:]}
+        update: Update
+        update, _ = self._step(to_torch(columns, self.device), *(x[0] for x in self.draw()))
+        self.steps += 1
+        return update
+
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Update, dict[str, Tensor]]:
+        if "before" not in batch:
+            return super().gradient_step(batch, *draws)
+        n, past = self.config.burn_in, batch | {"obs": batch["before"]}
+        state = burnt_in(self.model, past, n, drawn(self.model, draws))
+        return self.step_through(batch | {"state": state, "first": batch["first"][n:]}, *draws)
 
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         return super().columns({"obs": batch["obs"], "action": batch["expert"]})

@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
 
 import bray
+from bray import tree
 from bray.act import GREEDY, SAMPLE, TRAINED, Clock, Tick
 from bray.algos import get_algo
 from bray.algos.expert import load_expert
 from bray.envs import EnvConfig, env_spec
 from bray.errors import BrayError, ConfigError
+from bray.nn import ModelConfig
 from tests.algos.test_from_files import CHOICE, MANY, MASKED, NUMBERS, ask, log_prob, make, mask_of, rows, step
 
 BALANCE = "benchmarks.learning.demos:balance"
@@ -48,6 +51,39 @@ def test_it_clones_what_the_expert_said_and_not_what_was_played(spec):
     batch["action"] = batch["expert"]
     assert step(other, batch) == told
     assert step(other, batch)["loss"] < told["loss"]
+
+
+@pytest.mark.parametrize("spec", [MASKED, NUMBERS], ids=lambda spec: spec.id)
+def test_sequences_are_judged_with_their_memory_behind_the_rows_that_warm_it_up(spec):
+    torch.manual_seed(0)
+    algo, model = get_algo("DAgger"), ModelConfig(fcnet_hiddens=(8,), use_lstm=True, lstm_cell_size=8, max_seq_len=3)
+    config = algo.Config(batch_size=8, burn_in=2, min_std=0.9)
+    network = algo.make_model(config, spec, model)
+    learner = algo.Learner(config, spec, network, model, seed=0, record=False)
+    assert algo.experience(config, spec, model).batch_size == 2
+    rng, t, games = np.random.default_rng(0), 5, 2
+    flat = rows(spec, batch=(t + 1) * games)
+    batch = tree.map(lambda x: x.reshape(t + 1, games, *x.shape[1:]), {k: flat[k] for k in ("obs", "action")})
+    batch |= {"expert": batch["action"][:-1], "action": 0 * batch["action"][:-1], "weight": np.ones(games, np.float32)}
+    batch |= {"first": np.zeros((t + 1, games), bool), "valid": np.ones((t, games), bool)}
+    batch["first"][3, 1], batch["valid"][2, 1] = True, False
+    batch["state"] = {k: rng.standard_normal((games, 8)).astype(np.float32) for k in ("h", "c")}
+    told = []
+    for b in range(games):
+        state = {k: torch.from_numpy(x[b : b + 1]) for k, x in batch["state"].items()}
+        for i in range(t):
+            if batch["first"][i, b]:
+                state = {k: 0 * x for k, x in state.items()}
+            obs = tree.map(lambda x, i=i, b=b: torch.from_numpy(x[i, b : b + 1]), batch["obs"])
+            with torch.no_grad():
+                out = network(obs, state)
+            state = out["state"]
+            mask = batch["obs"]["action_mask"][i, b] if spec is MASKED else None
+            if i >= 2 and batch["valid"][i, b]:
+                dist = out["dist"][0].double().numpy()
+                told.append(log_prob(spec, dist, batch["expert"][i, b], mask, 0.9))
+    assert len(told) == 5
+    assert step(learner, batch)["loss"] == pytest.approx(-np.mean(told), rel=1e-5)
 
 
 def policy_of(spec, games, **options):
@@ -154,7 +190,8 @@ def test_a_training_learns_what_its_expert_does_and_goes_on_exactly(teacher, tmp
 
 
 def test_workers_ask_experts_of_their_own(tmp_path):
-    config = {**SMALL, "expert": BALANCE, "beta": 1.0, "num_workers": 1}
+    config = {**SMALL, "expert": BALANCE, "beta": 1.0, "num_workers": 1, "use_lstm": True, "lstm_cell_size": 16}
+    config |= {"max_seq_len": 8, "burn_in": 4, "lr": 3e-3}
     with bray.Experiment("DAgger", "CartPole-v1", path=tmp_path / "r", use_preset=False, config=config) as exp:
         *_, row = exp.train(stop={"env_steps_total": 1500})
     assert row["episode_return_mean"] == 500.0  # of the script, which plays all the time
