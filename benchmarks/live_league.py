@@ -57,7 +57,7 @@ CONFIG: dict[str, Any] = {
 }
 PROCESSES = 2
 """Of games."""
-START_S = 120
+START_S = 300
 """Seconds until something has come back after a kill, at most."""
 
 

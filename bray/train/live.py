@@ -26,7 +26,7 @@ from bray import tree
 from bray.act import Clock, Policy, standard_normals
 from bray.act.feed import Latest, Weights
 from bray.data.experience import Counts, Experience
-from bray.data.piece import Piece
+from bray.data.piece import DEFAULT, Piece
 from bray.data.rollouts import Rollouts
 from bray.diagnosis.divergence import not_finite
 from bray.envs.build import agent_spec
@@ -208,7 +208,8 @@ class LiveSource(Source):
         if len(self._names) > _NAMES:
             self._names.clear()
         self._names[int(piece.stream[0])] = session
-        item = (self.places.game(int(piece.stream[0]), piece.length), replace(piece, side=self.side), counts)
+        mine = piece if self.side == DEFAULT else replace(piece, side=self.side)
+        item = (self.places.game(int(piece.stream[0]), piece.length), mine, counts)
         with self._news:
             if self._closing or self.live.wait_s <= 0 or not self.is_full(item[0], piece.length):
                 self._put(item)
@@ -269,7 +270,7 @@ class LiveSource(Source):
         with self._news:
             self._laps.lap("elsewhere")
             came = self._take()
-            if not came and timeout > 0.0:
+            if not came:
                 self._news.wait(timeout)
                 came = self._take()
             self._laps.lap("idle")
