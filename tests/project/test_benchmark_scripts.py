@@ -252,8 +252,13 @@ def test_ratings_that_fall_are_seen(tmp_path):
 
 
 def test_slime_volleyball_is_a_game_of_two_that_the_baseline_plays():
-    pytest.importorskip("slimevolleygym")
+    slimevolleygym = pytest.importorskip("slimevolleygym")
     assert main(["check-env", "benchmarks.slimevolley:SlimeVolley"]) == 0
     with Experiment("PPO", slimevolley.SlimeVolley, fcnet_hiddens=[8], num_envs=2) as exp:
         (player,) = exp.players(exp.spec_of()).values()
         assert slimevolley.against_baseline(player, 3, "sample")["mean"] < -3.0
+    one, ours, rng = slimevolleygym.BaselinePolicy(), slimevolley.Baseline(3), np.random.default_rng(0)
+    for seen in rng.normal(size=(50, 12)):  # it remembers
+        forward, backward, jump = one.predict(seen)
+        pressed = [int(forward and not backward), int(backward and not forward), int(jump)]
+        assert slimevolley.ACTIONS[ours.act(seen[None], [1])[0]] == pressed
