@@ -29,7 +29,7 @@ from bray.envs.registry import env_name
 from bray.errors import CheckpointError, ConfigError, DataError
 from bray.experiment.evaluations import Evaluations
 from bray.experiment.film import Film, film, film_game
-from bray.experiment.places import check_playable, home_of, run_path
+from bray.experiment.places import check_playable, crew_of, home_of, run_path
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, onnx_player, serve_run
 from bray.experiment.saved import (
     changed_by,
@@ -250,11 +250,11 @@ class Experiment:
         if c["run"].num_learners > 1:
             odd = self.is_game or self.live or self.policies or "data" in c.sections or c["run"].output is not None
             odd = odd or c["run"].exchange is not None
-            if odd or c["env"].wait_num is not None or c["run"].cluster is not None:
+            if odd or c["env"].wait_num is not None:
                 raise ConfigError(
-                    "run.num_learners: several learners are for one policy in environments of one agent on this "
-                    "machine, not for games of several agents, live games, files, several policies, run.output, "
-                    "run.cluster, run.exchange or env.wait_num: leave it out"
+                    "run.num_learners: several learners are for one policy in environments of one agent, not for games "
+                    "of several agents, live games, files, several policies, run.output, run.exchange or env.wait_num: "
+                    "leave it out"
                 )
         elif c["run"].exchange is not None and (self.is_game or self.live or self.from_files or self.policies):
             raise ConfigError(
@@ -288,7 +288,7 @@ class Experiment:
         if c["run"].num_learners > 1:
             from bray.train.learners import LearnersTraining  # few ask for it, and it loads torch.distributed
 
-            return LearnersTraining(*parts)
+            return LearnersTraining(*parts, crew=crew_of(c["run"]))
         return LocalTraining(*parts, home=home_of(c["run"]))
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bray.errors import ConfigError
 from bray.rundir import new_run_dir
@@ -22,6 +23,15 @@ def home_of(run: RunConfig) -> Callable[[], Home] | None:
     from bray.remote.home import RayHome  # it imports Ray
 
     return partial(RayHome, run)
+
+
+def crew_of(run: RunConfig) -> Callable[[], Any] | None:
+    """What makes the place where other learners live; None = processes of this machine."""
+    if not on_ray(run):
+        return None
+    from bray.remote.home import RayCrew  # it imports Ray
+
+    return partial(RayCrew, run)
 
 
 def run_path(path: str | Path | None, project: str | Path | None, trial: str | None, algo: str) -> Path | None:

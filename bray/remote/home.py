@@ -1,4 +1,5 @@
-"""Samplers of rollout workers on a Ray cluster (`run.cluster: ray`): a `Home` for `bray.train.workers`."""
+"""What a run has on a Ray cluster (`run.cluster: ray`): samplers of rollout workers (a `Home` for `bray.train.workers`)
+or other learners (a `Crew` for `bray.train.learners`)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ import numpy as np
 
 from bray.act import Clock
 from bray.cluster.feed import StoreFeed
+from bray.cluster.job import own_address
 from bray.cluster.ray_workers import RayWorker, RayWorkers
 from bray.train.config import RunConfig
+from bray.train.learners import JoinedLearner
 from bray.train.sampler import SamplerPlan, make_sampler
 
 
@@ -35,6 +38,22 @@ class RayHome:
 
     def wait(self, workers: Sequence[RayWorker], timeout: float) -> list[RayWorker]:
         return self._workers.wait(workers, timeout)
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+class RayCrew:
+    """Where other learners live: processes that Ray places on any node, each with its games beside it. They find the
+    first one, and each other, by their addresses."""
+
+    def __init__(self, run: RunConfig):
+        cpus, gpus = run.num_cpus_per_worker, 0.0 if run.device == "cpu" else 1.0
+        self._workers = RayWorkers("learner", run.num_learners - 1, cpus, gpus, "learn", ray_settings(run))
+        self.address = own_address()
+
+    def start(self, make: Callable[[], JoinedLearner], again: bool) -> RayWorker:
+        return self._workers.start(make, replaces=again)
 
     def close(self) -> None:
         self._workers.close()

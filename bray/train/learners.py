@@ -1,10 +1,11 @@
 """Several learners (`run.num_learners`): processes that play environments of their own and learn the same weights
 together, so that an update is that of one learner with all their rows.
 
-The first one is the process of the run: it evaluates, writes and saves. The others are its children and hear of each
-iteration. All wait for each other before each update; gradients and whatever rows have in common are averaged
-(`bray/capture/over_ranks.py`). Where one of them dies, or the run loads a checkpoint, all are started anew with the
-state of the first one: of what was learnt at most the iteration under way is lost.
+The first one is the process of the run: it evaluates, writes and saves. The others are its children, or processes of a
+Ray cluster (`bray/remote/home.py`), and hear of each iteration. All wait for each other before each update; gradients
+and whatever rows have in common are averaged (`bray/capture/over_ranks.py`). Where one of them dies, or the run loads a
+checkpoint, all are started anew with the state of the first one: of what was learnt at most the iteration under way is
+lost.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from bray.data.experience import Batch, Counts
 from bray.envs.config import EnvConfig
@@ -34,6 +38,7 @@ from bray.train.local import LocalTraining
 from bray.train.machine import cores
 from bray.train.ranks import Ranks, is_rank_lost
 from bray.train.side import Means
+from bray.train.workers import Worker
 
 logger = logging.getLogger("bray")
 
@@ -126,12 +131,21 @@ class LearnersTraining(RankTraining):
     """Whether updates on GPUs are recorded: as CUDA graphs, between which the ranks talk. Off until it has been seen to
     work on one."""
 
-    def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, home: Any = None):
+    def __init__(
+        self,
+        algo: Any,
+        run: RunConfig,
+        env: EnvConfig,
+        model: Any,
+        config: Any,
+        crew: Callable[[], Crew] | None = None,
+    ):
+        """`crew` makes the place where the others live; None = processes of this machine."""
         if dist.is_initialized():
             raise ConfigError(
                 "run.num_learners: another training with several learners is at work in this process; close it first"
             )
-        if run.device == "cpu" and run.num_learners > (there := cores()):
+        if crew is None and run.device == "cpu" and run.num_learners > (there := cores()):
             logger.warning(
                 "run.num_learners=%d and %d cores: learners that share a core are slower than fewer with larger "
                 "batches; set num_learners=%d or less",
@@ -139,39 +153,40 @@ class LearnersTraining(RankTraining):
             )  # fmt: skip
         if run.device != "cpu" and not self.records_on_gpus:
             run = replace(run, record=False)
-        self._told, self._needs_main = portable((algo, run, sent(env), model, config))
-        self._device = run.device
-        self._children: list[Child] = []
+        self._parts = algo, run, sent(env), model, config
+        self._crew: Crew = ProcessCrew() if crew is None else crew()
+        self._on = "" if crew is None else " on ray"
+        self._others: list[Worker] = []
         self._kept: dict[str, Any] = {}
         self._news = True
         self.restarts = 0
-        self._start_others(run.num_learners)
         try:
-            super().__init__(algo, run, env, model, config, home)
+            self._start_others(run)
+            super().__init__(algo, run, env, model, config)
             self._wait_for_others()
         except BaseException:
             self._end_others()
+            self._crew.close()
             raise
 
-    def _start_others(self, size: int) -> None:
+    def _start_others(self, run: RunConfig) -> None:
+        size = run.num_learners
         store = dist.TCPStore(_HERE, 0, size, is_master=True, wait_for_workers=False)
-        alone = self._device == "cuda" and torch.cuda.device_count() >= size  # each with a GPU of its own
+        alone = not self._on and run.device == "cuda" and torch.cuda.device_count() >= size  # each with its own GPU
         backend = "nccl" if alone else "gloo"
         for rank in range(1, size):
-            place = rank, size, store.port, backend
-            self._children.append(
-                Child(serve_learner, (self._told, *place), "bray-learner", __name__, self._needs_main)
-            )
-        dist.init_process_group(backend, store=store, rank=0, world_size=size)
+            place = Place(rank, size, self._crew.address, store.port, backend)
+            self._others.append(self._crew.start(partial(JoinedLearner, self._parts, place), self.restarts > 0))
+        dist.init_process_group(backend, store=store, rank=0, world_size=size, timeout=_patience(run))
 
     def _wait_for_others(self) -> None:
-        for child in self._children:
-            child.started()
+        for other in self._others:
+            other.started()
 
     def _end_others(self) -> None:
-        for child in self._children:
-            child.kill()
-        self._children.clear()
+        for other in self._others:
+            other.kill()
+        self._others.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -182,20 +197,19 @@ class LearnersTraining(RankTraining):
 
         while True:
             try:
-                if not self._children:
+                if not self._others:
                     self._begin_again()
                 self._kept = {
                     "weights": self.weights(),
                     "learner": self.learner.state_dict(),
                     "env_steps": self.totals.env_steps,
                 }
-                message = pickle.dumps((until, self._kept if self._news else None))
-                for child in self._children:
-                    child.send(message)
+                for other in self._others:
+                    other.send("learn", until, self._kept if self._news else None)
                 self._news = False
                 self.learn_together(until, means, stops)
-                for child in self._children:
-                    unpack(child.receive(None))
+                for other in self._others:
+                    other.receive(None)
                 if not self.agree:
                     logger.warning("the weights of the learners differ: all go on with those of the first one")
                     self._news = True
@@ -216,16 +230,16 @@ class LearnersTraining(RankTraining):
     def _why_lost(self) -> str:
         """Which other one has died; what it raised, where it raised something, is raised here."""
         words = []
-        for rank, child in enumerate(self._children, 2):
+        for rank, other in enumerate(self._others, 2):
             try:
-                unpack(child.receive(1.0))
-            except Lost:
-                if not child.process.is_alive():
-                    words.append(f"learner {rank} (process {child.process.pid}) died: {child.end}")
+                other.receive(1.0)
+            except Lost as e:
+                if str(e) == "died":
+                    words.append(f"learner {rank} ({other.name}) died: {other.kill()}")
         return "; ".join(words) or "another learner was lost"
 
     def _begin_again(self) -> None:
-        self._start_others(self.run_config.num_learners)
+        self._start_others(self.run_config)
         self.ranks.meet()
         self._wait_for_others()
         self._news = True
@@ -250,43 +264,142 @@ class LearnersTraining(RankTraining):
     @property
     def process_ids(self) -> list[int]:
         """Of the other learners."""
-        return [child.process.pid or 0 for child in self._children]
+        return [other.process_id for other in self._others]
 
     def describe(self) -> str:
-        return f"{self.run_config.num_learners} learners, each with {super().describe()}"
+        return f"{self.run_config.num_learners} learners{self._on}, each with {super().describe()}"
 
     def close(self) -> None:
         super().close()
-        for child in self._children:
-            child.close()
+        for other in self._others:
+            other.close()
         self._end_others()
+        self._crew.close()
+
+
+# --- where the others live --------------------------------------------------------------------------------------------
+
+
+class Crew(Protocol):
+    """Where other learners live."""
+
+    address: str
+    """Where they find the first one."""
+
+    def start(self, make: Callable[[], JoinedLearner], again: bool) -> Worker:
+        """Begin to start one; `started` waits for it. `again`: in place of others."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ProcessCrew:
+    """Processes of this machine."""
+
+    address = _HERE
+
+    def start(self, make: Callable[[], JoinedLearner], again: bool) -> LearnerProcess:
+        return LearnerProcess(make)
+
+    def close(self) -> None:
+        """Nothing is left when they are closed."""
+
+
+class LearnerProcess:
+    """A learner in a process, seen from its parent."""
+
+    def __init__(self, make: Callable[[], JoinedLearner]):
+        told, needs_main = portable(make)
+        self._child = Child(serve_learner, (told,), "bray-learner", __name__, needs_main)
+
+    @property
+    def name(self) -> str:
+        return f"process {self.process_id}"
+
+    @property
+    def process_id(self) -> int:
+        return self._child.process.pid or 0
+
+    def started(self) -> None:
+        self._child.started()
+
+    def send(self, method: str, *arguments: Any) -> None:
+        self._child.send(pickle.dumps((method, *arguments)))
+
+    def receive(self, timeout: float | None) -> Any:
+        return unpack(self._child.receive(timeout))[0]
+
+    def kill(self) -> str:
+        self._child.kill()
+        return self._child.end
+
+    def close(self) -> None:
+        self._child.close()
 
 
 # --- in the process of another learner --------------------------------------------------------------------------------
 
 
-def serve_learner(conn: Connection, told: bytes, rank: int, size: int, port: int, backend: str) -> None:
-    """Take part in the iterations that the first rank tells of, until told to stop."""
-    try:
-        dist.init_process_group(backend, store=dist.TCPStore(_HERE, port, size), rank=rank, world_size=size)
-        algo, run, env, model, config = pickle.loads(told)  # our own bytes, from our own parent
+class Place(NamedTuple):
+    """Which of the learners one is, and where it finds the first one."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    backend: str
+
+
+def _patience(run: RunConfig) -> timedelta:
+    """With others in the middle of an iteration: one whose machine is gone says nothing."""
+    return timedelta(seconds=run.worker_timeout_s) if run.worker_timeout_s else default_pg_timeout
+
+
+class JoinedLearner:
+    """Takes part in the iterations that the first rank tells of."""
+
+    def __init__(self, parts: tuple[Any, ...], place: Place):
+        algo, run, env, model, config = parts
+        rank, size, host, port, backend = place
+        if dist.is_initialized():  # a process of Ray may have been another learner before
+            dist.destroy_process_group()
+        store = dist.TCPStore(host, port, size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_patience(run))
         run = replace(run, seed=run.seed + _SEEDS * rank, device=f"cuda:{rank}" if backend == "nccl" else run.device)
-        training = RankTraining(algo, run, env, model, config)
+        self.training = RankTraining(algo, run, env, model, config)
+
+    def learn(self, until: int, state: Mapping[str, Any] | None) -> bool:
+        """One iteration; False where another rank was lost, of which the first one knows more."""
+        training = self.training
+        try:
+            if state is not None:
+                training.take_over(state)
+            training.learn_together(until, {training.side.name: Means()}, lambda: False)
+        except Exception as e:
+            if is_rank_lost(e):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        self.training.close()
+
+
+def serve_learner(conn: Connection, told: bytes) -> None:
+    """Answer the first rank until told to stop."""
+    try:
+        learner: JoinedLearner = pickle.loads(told)()  # our own bytes, from our own parent
     except BaseException as e:
         conn.send(error_answer(e))
         return
     conn.send(("ok", None, []))
     try:
         while (message := conn.recv_bytes()) != STOP:
-            until, state = pickle.loads(message)
+            method, *arguments = pickle.loads(message)
             try:
-                if state is not None:
-                    training.take_over(state)
-                training.learn_together(until, {training.side.name: Means()}, lambda: False)
+                answer: tuple[str, Any, Any] = "ok", getattr(learner, method)(*arguments), []
             except Exception as e:
-                if not is_rank_lost(e):  # else the first one knows better
-                    conn.send_bytes(pickle.dumps(error_answer(e)))
-                return
-            conn.send_bytes(pickle.dumps(("ok", None, [])))
+                answer = error_answer(e)
+            conn.send_bytes(pickle.dumps(answer))
     finally:
-        training.close()
+        learner.close()

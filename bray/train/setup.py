@@ -193,11 +193,11 @@ def _refuse_empty_cluster(run: RunConfig) -> None:
             f"run.exchange={run.exchange} is for workers that others start, and run.num_workers says how many there "
             "may be at once: set num_workers (--num-workers 8), or leave run.exchange out"
         )
-    if on_ray(run) and not run.workers:
+    if on_ray(run) and not run.workers and run.num_learners == 1:
         said = f"run.address={run.address}" if run.cluster is None else "run.cluster=ray"
         raise ConfigError(
-            f"{said} is where rollout workers run, and num_workers=0 asks for none: set num_workers (--num-workers "
-            "8), or leave it out"
+            f"{said} is where rollout workers and other learners run, and num_workers=0 asks for none: set num_workers "
+            "(--num-workers 8) or num_learners, or leave it out"
         )
 
 

@@ -122,6 +122,30 @@ def test_the_formulas_of_many_machines():
 
 
 @pytest.mark.slow
+def test_learners_on_ray_learn_what_processes_learn(shared_ray, caplog):
+    """One of two learners is a process that Ray has placed; it is killed, and the run goes on."""
+    found = []
+    for cluster in (None, "ray"):
+        told = {"num_learners": 2, "num_workers": 0, "cluster": cluster, "max_worker_restarts": 1, "device": "cpu"}
+        exp = experiment(**told)
+        rows = [exp.training.iterate() for _ in range(2)]
+        assert exp.training.agree
+        found.append((exp.training.weights(), rows[-1]["env_steps_total"], rows[-1]["episodes_total"]))
+        if cluster:
+            assert exp.training.describe().startswith("2 learners on ray, each with 2 envs")
+            before = exp.training.learner.steps
+            os.kill(exp.training.process_ids[0], signal.SIGKILL)
+            exp.training.iterate()
+            assert exp.training.learner.steps == before * 3 // 2
+            assert exp.training.agree
+            assert "begin this iteration again" in caplog.text
+        exp.close()
+    assert found[0][1:] == found[1][1:]
+    for name, x in found[0][0].items():
+        np.testing.assert_array_equal(found[1][0][name], x)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["DQN", "IMPALA"])
 def test_workers_play_while_the_learner_learns(shared_ray, run):
     more = {"learning_starts": 200} if run == "DQN" else {}
