@@ -1,6 +1,7 @@
 """benchmarks/trace_files.py, same_weights.py, rl_functions.py and scale/peers.py see what they say they see."""
 
 import argparse
+import json
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import connect_four, launched, rl_functions, same_weights, search, slimevolley, trace_files
+from benchmarks import connect_four, launched, live_league, rl_functions, same_weights, search, slimevolley, trace_files
 from benchmarks.learning.foes import Foes
 from benchmarks.peers import async_cases
 from benchmarks.same_weights import Trained, difference
@@ -19,7 +20,7 @@ from bray import Experiment, tree
 from bray.cli.main import main
 from bray.data.rows import Decoder
 from bray.envs.outside_games import outside_game
-from bray.league import IN_RUN, League, Outcome, ResultLog, make_players
+from bray.league import IN_RUN, League, Outcome, ResultLog, make_players, read_league
 
 
 def test_the_lines_of_ppo_are_counted(capsys):
@@ -262,3 +263,35 @@ def test_slime_volleyball_is_a_game_of_two_that_the_baseline_plays():
         forward, backward, jump = one.predict(seen)
         pressed = [int(forward and not backward), int(backward and not forward), int(jump)]
         assert slimevolley.ACTIONS[ours.act(seen[None], [1])[0]] == pressed
+
+
+MATCH = {"seats": {"first": "main", "second": "naive"}, "returns": {"first": 1.0, "second": -1.0}}
+
+
+@pytest.mark.parametrize(
+    ("logged", "told", "says"),
+    [
+        ([0, 1], [(0, True), (1, True)], []),
+        ([0, 1], [(0, True), (2, False)], []),
+        ([0, 0], [(0, True)], ["1 results are there twice", "played 2 games"]),
+        ([0], [(0, True), (1, True)], ["1 results that games were told count are not in the log"]),
+        ([0, 1], [(0, True), (1, False)], ["1 results count that games were told do not"]),
+    ],
+)
+def test_a_lost_result_of_a_league_is_found(tmp_path, logged, told, says):
+    log = tmp_path / "league" / "results.jsonl"
+    log.parent.mkdir()
+    log.write_text("".join(json.dumps({"id": id, **MATCH}) + "\n" for id in set(logged)))
+    results = [{"id": id, **MATCH} for id in logged]
+    wrong = live_league.differences(results, [{"id": id, "counts": yes, **MATCH} for id, yes in told], read_league(log))
+    assert len(wrong) == len(says)
+    assert all(part in whole for part, whole in zip(says, wrong, strict=True))
+
+
+@pytest.mark.slow
+def test_random_kills_of_a_league_lose_no_result():
+    words = ["--games", "8", "--seconds", "60", "--kills", "6", "--any-rating"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.live_league", *words], capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
