@@ -271,7 +271,7 @@ CASES = {
     ),
     "dagger-cartpole": Case("DAgger", "CartPole-v1", 450, 5_000, 2, 3, BALANCE, "end above"),
     "dt-cartpole-replay": Case(
-        "DT", "CartPole-v1", 0.9, 2_000, 5, 3, ONE, "end above", judge=rank_correlation, data="cartpole-replay"
+        "DT", "CartPole-v1", 0.9, 500, 5, 3, ONE, "end above", judge=rank_correlation, data="cartpole-replay"
     ),
     "sac-pendulum-online": Case(
         "SAC", "Pendulum-v1", -200, 2_000, 1, 3, {**ONLINE, "pretrain": 3_000}, data="pendulum-mixed"
