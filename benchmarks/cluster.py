@@ -30,7 +30,7 @@ _PATIENCE_S = 240.0
 
 
 @contextmanager
-def four_nodes() -> Iterator[tuple[Any, list[Any]]]:
+def four_nodes(head_cpus: int = 2) -> Iterator[tuple[Any, list[Any]]]:
     """(cluster, its nodes without the first one), which nobody else finds."""
     import ray
     from ray.cluster_utils import Cluster
@@ -38,7 +38,7 @@ def four_nodes() -> Iterator[tuple[Any, list[Any]]]:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
     os.environ["RAY_TMPDIR"] = folder = tempfile.mkdtemp(prefix="ray-")  # short: Ray's sockets are in it
-    made = Cluster(initialize_head=True, head_node_args=NODE)
+    made = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": head_cpus})
     try:
         yield made, [made.add_node(**NODE) for _ in range(3)]
     finally:
@@ -66,6 +66,15 @@ def until(training: Any, holds: Any) -> float:
         if time.perf_counter() - start > _PATIENCE_S:
             raise SystemExit(f"nothing has changed for {_PATIENCE_S:g} s")
     return round(time.perf_counter() - start, 1)
+
+
+def raylet_of(process: int) -> int:
+    """Ray's process on a worker's node has started the worker."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
+def raylets(node: Any) -> list[int]:
+    return [about.process.pid for about in node.all_processes["raylet"]]
 
 
 def node_of(_: Any) -> str:
@@ -99,29 +108,22 @@ def ppo(seconds: float) -> None:
 
 def learners(seconds: float) -> None:
     config = {"num_envs": 2, "num_learners": 2, "rollout_length": 32, "minibatches": 2, "epochs": 2, "device": "cpu"}
-    with four_nodes() as (cluster, nodes):
+    with four_nodes(head_cpus=0) as (cluster, nodes):
         more = {"address": cluster.address, "vector": "inprocess", "threads": 1, "export_graph_after_s": None}
         with bray.Experiment("PPO", "benchmarks.scale.envs:Sleep", use_preset=False, config={**config, **more}) as exp:
-            import ray
-
             training = exp.training
             training.iterate()
             before = pace(training, seconds)
-            (process,) = training.process_ids
-            actors = ray.util.state.list_actors(filters=[("pid", "=", str(process))], address=cluster.address)
-            leaving = next((node for node in nodes if node.node_id == actors[0].node_id), None)
+            leaving = next(node for node in nodes if raylet_of(training.process_ids[0]) in raylets(node))
             steps, updates, start = training.totals.env_steps, training.learner.steps, time.perf_counter()
-            if leaving is None:  # it is on the node of the cluster's head, which may not leave
-                os.kill(process, 9)
-            else:
-                cluster.remove_node(leaving, allow_graceful=False)
+            cluster.remove_node(leaving, allow_graceful=False)
             training.iterate()
             pause = round(time.perf_counter() - start, 1)
             without = pace(training, seconds)
             cluster.add_node(**NODE)
             after = pace(training, seconds)
             say(
-                "learners", steps_per_s_before=before, node_left=leaving is not None, pause_s=pause, without=without,
+                "learners", steps_per_s_before=before, pause_s=pause, without=without,
                 with_another=after, recovered=round(after / before, 2), all_agree=training.agree,
                 restarts=training.restarts, steps_went_on=training.totals.env_steps > steps,
                 updates_went_on=training.learner.steps > updates,
