@@ -12,11 +12,13 @@ The nodes share the cores of this machine: rates say that all play again, and no
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,33 +134,23 @@ def learners(seconds: float) -> None:
 
 def tune(seconds: float) -> None:
     with four_nodes() as (cluster, nodes), tempfile.TemporaryDirectory() as folder:
-
-        def change() -> None:
-            done = Path(folder) / "s"
-            while len(list(done.glob("trial-*/seed-0/checkpoints/latest"))) < 2:
-                time.sleep(0.1)
+        rates = ",".join(f"{10.0 ** -(2 + i / 4):.5f}" for i in range(8))
+        keys = [f"lr={rates}", "num_envs=2", "rollout_length=32", "minibatches=2", "epochs=2", "checkpoint_every_s=1"]
+        where = ["--cluster", "ray", "--address", cluster.address, "--parallel", "4", "--project", folder]
+        what = ["--run", "PPO", "--env", "CartPole-v1", "--name", "s", "--steps", "4000", "--fresh-seeds", "0"]
+        start = time.perf_counter()
+        with subprocess.Popen([sys.executable, "-m", "bray", "tune", *what, *where, *keys]) as study:
+            while len(list(Path(folder).glob("s/trial-*/seed-0/checkpoints/latest"))) < 2:
+                time.sleep(0.2)
             cluster.remove_node(nodes[0], allow_graceful=False)
             time.sleep(seconds)
             cluster.add_node(**NODE)
-
-        changing = threading.Thread(target=change, daemon=True)
-        changing.start()
-        start = time.perf_counter()
-        found = bray.tune(
-            run="PPO", env="CartPole-v1", name="s", project=folder, steps=4_000, fresh_seeds=0, parallel=4,
-            cluster="ray", address=cluster.address, num_envs=2, rollout_length=32, minibatches=2, epochs=2,
-            checkpoint_every_s=1.0, lr={"grid_search": [10.0 ** -(2 + i / 4) for i in range(8)]},
-        )  # fmt: skip
+            running = study.poll() is None
         took = round(time.perf_counter() - start, 1)
-        changing.join(_PATIENCE_S)
-        states = [trial.state for trial in found.trials]
-        say(
-            "tune",
-            trials=len(states),
-            complete=states.count("complete"),
-            seconds=took,
-            node_changed=not changing.is_alive(),
-        )
+        with open(Path(folder) / "s" / "trials.csv", newline="") as file:
+            states = [row["state"] for row in csv.DictReader(file)]
+        complete = states.count("complete")
+        say("tune", trials=len(states), complete=complete, seconds=took, changed_while_at_work=running)
 
 
 CASES = {"ppo": ppo, "learners": learners, "tune": tune}

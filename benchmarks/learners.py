@@ -67,7 +67,9 @@ if __name__ == "__main__":
         while time.perf_counter() - start < seconds:
             row = next(rows)
         steps = row["env_steps_total"] - steps
-        print(steps / (time.perf_counter() - start), 1000 * (on_cores(processes) - cpu) / steps)
+        seconds = time.perf_counter() - start
+        print(steps / seconds, 1000 * (on_cores(processes) - cpu) / steps)
+        rows.close()
 """
 
 
