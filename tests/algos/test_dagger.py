@@ -189,6 +189,7 @@ def test_a_training_learns_what_its_expert_does_and_goes_on_exactly(teacher, tmp
             np.testing.assert_array_equal(x, whole[name])
 
 
+@pytest.mark.slow
 def test_workers_ask_experts_of_their_own(tmp_path):
     config = {**SMALL, "expert": BALANCE, "beta": 1.0, "num_workers": 1, "use_lstm": True, "lstm_cell_size": 16}
     config |= {"max_seq_len": 8, "burn_in": 4, "lr": 3e-3}
