@@ -119,12 +119,11 @@ def main() -> None:
     for _ in range(given.repeat):
         for case in given.cases:
             found[case].append(measure(*map(int, case.split("x")), given.seconds, given.env))
+            print(f"  {case}: {found[case][-1][0]:.1f} steps/s", file=sys.stderr, flush=True)
     medians = {case: [statistics.median(x) for x in zip(*each, strict=True)] for case, each in found.items()}
     best = max((speed for case, (speed, _) in medians.items() if case.startswith("1x")), default=float("nan"))
     for case, (speed, cpu) in medians.items():
-        each = " ".join(f"{s:.0f}" for s, _ in found[case])
         print(json.dumps({"case": case, "steps_per_s": round(speed, 1), "to_best": speed / best, "cpu_ms": cpu}))
-        print(f"  {each}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
