@@ -17,8 +17,9 @@ import msgspec
 from bray.cli.options import Replay, Serve
 from bray.cli.show import facts, log_shown, plain_table, put, renamed_act, say
 from bray.config import ConfigSource, options as options_of, parse_assignments
+from bray.data.piece import DEFAULT
 from bray.errors import ConfigError, DataError
-from bray.league import IN_RUN, read_league
+from bray.league import IN_RUN, PlayerRef, read_league
 from bray.service import SECTIONS, PolicyService, configure, name_runs, serve as serve_runs
 from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.protocol import TICK, Refusal
@@ -46,7 +47,10 @@ def _serve(options: Serve, flags: ConfigSource) -> int:
         models["act"] = renamed_act(models.get("act"), True, "--sample")
     runs, service, model = settings(options.words, flags)
     if options.player is not None or options.rating is not None:
-        model = replace(model, versions=_version_of(list(runs.values()), model, options.player, options.rating))
+        ref = _player(list(runs.values()), model, options.player, options.rating)
+        model = replace(model, versions={"latest" if ref.step is None else str(ref.step): 1.0})
+        if ref.side != DEFAULT:  # of a league of several
+            runs = {name: path / "models" / ref.side for name, path in runs.items()}
     if "tokens" in flags.values.get("service", {}) or any(word.startswith("tokens=") for word in options.words):
         print(
             "warning: --token can be seen by every user of this machine (ps) and goes with the next release: use "
@@ -75,19 +79,16 @@ def _serve(options: Serve, flags: ConfigSource) -> int:
     return serve_runs(runs, service, model, partial(_torch_engine, trust=model.trust), ready)
 
 
-def _version_of(
-    runs: Sequence[Path], model: ServedModelConfig, player: str | None, rating: float | None
-) -> dict[str, float]:
-    """The version of the one player that is to answer."""
+def _player(runs: Sequence[Path], model: ServedModelConfig, player: str | None, rating: float | None) -> PlayerRef:
+    """The one that is to answer."""
     if len(runs) != 1 or model.versions or (player is not None and rating is not None):
         raise ConfigError("--player NAME, --rating X and --version say which version of one run is served: give one")
     found = read_league(runs[0] / IN_RUN)
     if player is not None:
-        ref = found.find(player)
-    else:
-        ref = min(found.refs, key=lambda one: abs(found.rating(one).elo - float(rating or 0.0)))
-        say(f"{ref}, rating {found.rating(ref).elo:,.0f} ± {found.rating(ref).half:,.0f}, is nearest to {rating:,.0f}")
-    return {"latest" if ref.step is None else str(ref.step): 1.0}
+        return found.find(player)
+    ref = min(found.refs, key=lambda one: abs(found.rating(one).elo - float(rating or 0.0)))
+    say(f"{ref}, rating {found.rating(ref).elo:,.0f} ± {found.rating(ref).half:,.0f}, is nearest to {rating:,.0f}")
+    return ref
 
 
 def settings(words: Sequence[str], flags: ConfigSource) -> tuple[dict[str, Path], ServiceConfig, ServedModelConfig]:

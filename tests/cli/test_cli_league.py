@@ -12,7 +12,7 @@ from bray.client import ClientError
 from bray.config import to_plain
 from bray.envs.agent_games import Nim
 from bray.inference.torch_engine import load_weights
-from bray.league import IN_RUN, OUTSIDE, read_league
+from bray.league import IN_RUN, OUTSIDE, League, ResultLog, make_players, read_league
 from bray.rundir import RunDir
 
 NIM = "bray.envs.agent_games:Nim"
@@ -169,6 +169,25 @@ def test_a_player_is_served(run, monkeypatch, capsys):
     assert f"{weakest}, rating" in capsys.readouterr().out
     assert main(["serve", str(run), "--player", "default@1"]) == 2
     assert main(["serve", str(run), "--player", "default", "--version", "best"]) == 2
+
+
+def test_a_player_of_a_league_of_several_is_served(tmp_path, monkeypatch):
+    served = []
+    monkeypatch.setattr(
+        "bray.cli.serve.serve_runs", lambda runs, service, model, *_: served.append((runs, model.versions)) or 0
+    )
+    league = League(
+        make_players({"main": "main", "hunter": "main_exploiter"}), ["x", "o"], ResultLog(tmp_path / IN_RUN)
+    )
+    for name in league.players:
+        league.trained(name, 0, 4)
+    assert main(["serve", str(tmp_path), "--player", "hunter@4"]) == 0
+    assert main(["serve", str(tmp_path), "--player", "main"]) == 0
+    name = tmp_path.name
+    assert served == [
+        ({name: tmp_path / "models" / "hunter"}, {"4": 1.0}),
+        ({name: tmp_path / "models" / "main"}, {"latest": 1.0}),
+    ]
 
 
 def test_a_snapshot_answers_as_its_weights_do(run):
