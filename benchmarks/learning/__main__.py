@@ -375,7 +375,7 @@ def make_record(name: str, case: Case, results: list[dict[str, Any]]) -> dict[st
         "command": f"python -m benchmarks.learning {name}",
         "run": case.run,
         "env": case.env,
-        "preset": case.use_preset and not case.data and preset(case.run, case.env) is not None,
+        "preset": case.use_preset and not case.from_files and preset(case.run, case.env) is not None,
         "config": case.config | ({"data": case.data} if case.data else {}),
         "target": case.target,
         "must": case.must,
