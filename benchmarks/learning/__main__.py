@@ -155,22 +155,6 @@ TABLE = {
 }
 BIASED = {"env_config": {"game": "biased_rps"}}
 RPS = {**TABLE, **BIASED}
-POKER = {
-    "num_envs": 256,
-    "rollout_length": 16,
-    "epochs": 4,
-    "minibatches": 4,
-    "lr": {"kind": "linear", "start": 2e-3, "end": 5e-5, "steps": 1_500_000},
-    "gamma": 1.0,
-    "lambda_": 1.0,
-    "entropy_coef": 0.0,
-    "magnet_coef": 0.5,
-    "magnet": "slow",
-    "magnet_tau": 0.05,
-    "fcnet_hiddens": [128, 128],
-    **ONE,
-}
-"""Of the preset for Kuhn poker, with more rows; not tuned."""
 DRAWN = {"entropy_coef": 0.0, "magnet_coef": 0.5, "magnet": "slow", "magnet_tau": 0.05}
 MIXED = {**TABLE, "num_envs": 32, "lr": 2e-3, "entropy_coef": 0.1}
 """Of leagues whose average counts: a policy that is all but sure of its action takes long to turn, and the average
@@ -233,10 +217,8 @@ CASES = {
     "atoc-spread": Case("ATOC", SPREAD, ABOVE_RANDOM, 50_000, 10, 3, MANY, must="end above"),
     "ppo-kuhn": Case("PPO", KUHN, -0.1, 500_000, 20, 3, ONE, "end above", judge=minus_nash_conv),
     "ppo-kuhn-plain": Case("PPO", KUHN, -0.1, 500_000, 20, 3, {**ONE, **PLAIN}, "end below", judge=minus_nash_conv),
-    "ppo-leduc": Case("PPO", LEDUC, -1.0, 1_500_000, 50, 3, POKER, "end above", judge=minus_nash_conv),
-    "ppo-leduc-plain": Case(
-        "PPO", LEDUC, -1.0, 1_500_000, 50, 3, {**POKER, "magnet_coef": 0.0}, "end below", judge=minus_nash_conv
-    ),
+    "ppo-leduc": Case("PPO", LEDUC, -1.0, 500_000, 20, 3, ONE, "end above", judge=minus_nash_conv),
+    "ppo-leduc-plain": Case("PPO", LEDUC, -1.0, 500_000, 20, 3, {**ONE, **PLAIN}, "end below", judge=minus_nash_conv),
     "nfsp-kuhn": Case("NFSP", KUHN, -0.3, 100_000, 10, 3, ONE, "end above", judge=minus_nash_conv),
     "alphazero-tictactoe": Case("AlphaZero", BOARD, 0, 40_000, 20, 3, ONE, "end above", judge=minus_losses),
     "ppo-rps": Case("PPO", MATRIX, -0.05, 100_000, 5, 3, {**RPS, **DRAWN}, "end above", judge=minus_distance),
