@@ -441,7 +441,8 @@ Reaching means once: training stops at the first evaluation at or above the targ
 evaluation, not a score that was held. "At the end" is one: training goes to the limit and its last evaluation counts.
 Of games against each other the score is minus NashConv, which is 0 in an equilibrium, and of matrix games minus the
 largest distance of a probability from that of the equilibrium (`equilibria.py`), both of the policy as it draws; of a
-league that of its average strategy, over all snapshots of its first player. "Below" is a comparison that must not reach
+league that of its average strategy, over all snapshots of its first player. Of tic-tac-toe it is minus the games lost
+of 1,000 to one that draws among the optimal moves (`boards.py`). "Below" is a comparison that must not reach
 its target: it passes where no evaluation does; "at the end below" where the last one does not. In a picture each seed
 is a thin line to its own end; the mean and its band go as far as all seeds do, to where the first one was done (curves
 are in CASE.jsonl, `--draw` makes the pictures from them). How the presets were chosen: PPO on CartPole is one of five
