@@ -103,7 +103,7 @@ def _measured(training: Any, seconds: float) -> dict[str, float] | str:
     start = time.perf_counter()
     while time.perf_counter() - start < _WARM * seconds or not training.learner.steps:
         training.iterate()
-        if time.perf_counter() - start > _PATIENCE * seconds:
+        if not training.learner.steps and time.perf_counter() - start > _PATIENCE * seconds:
             return f"has not learnt anything after {_PATIENCE * seconds:.0f} s: give more --seconds"
     begin, steps, updates, spent = time.perf_counter(), training.env_steps, training.steps, {"env": 0.0, "learn": 0.0}
     while (took := time.perf_counter() - begin) < seconds:

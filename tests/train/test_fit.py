@@ -364,7 +364,7 @@ def test_calibrate_measures_writes_and_is_gone_by(monkeypatch, tmp_path, capsys)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     typed = ["num_envs=2", *(f"{k}={v}" for k, v in SHORT.items())]
     a_machine(monkeypatch, cores=2)
-    assert main(["calibrate", "CartPole-v1", "--seconds", "0.1", *typed]) == 0
+    assert main(["calibrate", "CartPole-v1", "--seconds", "0.001", *typed]) == 0
     told = capsys.readouterr().out
     assert "2 environments in this process" in told
     assert "2 workers with 1 environment each" in told
