@@ -154,7 +154,7 @@ def test_public_names_exist():
 
 # --- tests ask the public surface -------------------------------------------------------------------------------------
 
-NOT_OURS = {"_exit", "_C", "_replace", "_log_destroy_pending", "_repr_png_"}
+NOT_OURS = {"_exit", "_C", "_replace", "_log_destroy_pending", "_repr_png_", "_repr_html_"}
 NOT_OURS |= {"_config", "_resource_tracker", "_fd", "_shutdown", "_run_exitfuncs"}
 """Names of os, torch, namedtuple, asyncio and IPython that are public in spite of the underscore, or have no public
 twin; those of multiprocessing, threading and atexit make a forked process (tests/forked.py) end as any other."""
