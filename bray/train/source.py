@@ -147,10 +147,8 @@ class FileSource(Source):
 
     def numbers(self) -> dict[str, float]:
         """Of the episodes in the files: whoever learns from them did not play them, so they are not counted as its."""
-        if not self._returns:
-            return {}
         returns = self._returns.values()
-        out = {"data/episodes": len(returns), "data/return_mean": sum(returns) / len(returns)}
+        out = {"data/episodes": len(returns)} | ({"data/return_mean": sum(returns) / len(returns)} if returns else {})
         return out | ({"data/broken": len(broken)} if (broken := getattr(self._reader, "broken", {})) else {})
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import bray
 from bray.cli.main import main
 from bray.data.experience import EndOfData, Replay
 from bray.data.files import EpisodeWriter
+from bray.diagnosis.symptoms import Symptoms
 from bray.errors import ConfigError, DataError
 from bray.experiment import Experiment
 from bray.figures import read_results
@@ -73,6 +74,15 @@ def test_a_goal_that_was_not_reached_is_told_with_why_it_ended(files, tmp_path, 
         assert main([*words, f"data.epochs={epochs}", "--stop", f'{{"learner_steps_total": {steps}}}']) == 0
         assert said in (out := capsys.readouterr().out)
         assert ("the goal was not reached" in out) == (steps == 1000)
+
+
+def test_files_that_are_yet_to_be_read_are_no_game_without_an_end(files):
+    source = FileSource(files, reads_itself=True)
+    _, counts = source.gather()
+    assert counts.env_steps == int(source.steps.sum())
+    row = {"env_steps_total": 40_000, "episodes_total": 0, "training_iteration": 1, **source.numbers()}
+    assert row["data/episodes"] == 0
+    assert Symptoms({}).look(row) == []
 
 
 def test_in_python(files, tmp_path, caplog):
