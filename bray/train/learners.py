@@ -376,6 +376,7 @@ class JoinedLearner:
                 training.take_over(state)
             training.learn_together(until, {training.side.name: Means()}, lambda: False)
         except Exception as e:
+            dist.destroy_process_group()  # else those who wait for this one wait until their patience ends
             if is_rank_lost(e):
                 return False
             raise
