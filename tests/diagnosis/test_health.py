@@ -374,6 +374,7 @@ def test_dead_units_of_a_run_with_memory(config, tmp_path):
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "learning"
 LEARNT_NOTHING = {"ppo-cue-mlp", "ppo-mountaincar"}  # what memory and curiosity are shown beside
+POKER = "ppo-kuhn", "ppo-leduc", "nfsp-kuhn"  # returns of their agents are in rows, and not in what is kept of them
 
 
 @pytest.mark.parametrize("record", sorted(RECORDS.glob("*-*.jsonl")), ids=lambda path: path.stem)
@@ -384,10 +385,11 @@ def test_the_records_of_sound_runs_raise_no_alarm(record, caplog):
     options: dict[str, object] = {"id": "ALE/Pong-v5"} if record.stem.startswith(("pong", "breakout")) else {}
     if record.stem == "pong-appo-auto":  # so many games that none has ended after 200,000 steps
         options |= {"num_envs": 16, "num_workers": 16}
+    of_agents = {"agent/0/return_mean": 0.0} if record.stem.startswith(POKER) else {}
     for rows in runs.values():
         symptoms = Symptoms(options)
         for row in rows:
-            symptoms.look(row)
+            symptoms.look({**row, **of_agents})
         assert symptoms.told == (["flat return"] if record.stem in LEARNT_NOTHING else [])
 
 

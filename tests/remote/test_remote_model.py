@@ -591,6 +591,7 @@ def test_a_model_of_the_same_name_is_replaced_unless_told_otherwise():
     RemoteModel("m", Scale(2), (X,))
     old = RemoteModel("m")
     publish_all(old, [5])
+    until(lambda: old(X)[1] == 5)  # who decides follows a moment later
     assert RemoteModel("m", Scale(3), (X,), override_model=False, max_batch_size=7)(X).tolist() == old(X).tolist()
     assert client_of("m").definition.max_batch_size == 1
     new = RemoteModel("m", Scale(3), (X,), max_batch_size=7)

@@ -279,7 +279,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, bray_cli):
     refused("letters, digits", policies={"../up": "PPO"})
     refused("`default`", policies={"default": "PPO"})
     refused("eval_parallel is for a run with one policy", policies=BOTH, eval_freq=1, eval_parallel=True)
-    refused("not from live games", policies={"first": "PPO"}, data="nowhere")
+    refused("not from files", policies={"first": "PPO"}, data="nowhere")
     refused("policies_to_train", run="PPO", policies_to_train=["first"])
     exp = several(tmp_path / "r")
     finish(exp, 1)
