@@ -1,8 +1,8 @@
 """python -m benchmarks.live_league [--games 32] [--seconds 300] [--kills 20] [--tcp]: a league over the wire.
 
-Three players that learn, and their snapshots, in one `bray train --live`; so many games of Nim in two processes, each
-agent of a match with a connection of its own. With --kills the training (league, learners and service) or a process of
-games is killed (SIGKILL) at random moments, and started again: the training with `--resume`.
+Three players learn in one `bray train --live`, beside their snapshots. Two processes play games of Nim, and each agent
+of a match has a connection of its own. With --kills the training (league, learners and service) or a process of games
+is killed (SIGKILL) at random moments, and started again: the training with `--resume`.
 
 Exit code 0: each result that a game was told counts is in the log once, as the game told it, and none that does not;
 numbers of matches are unique; the payoff of a second reading equals a count of the log's lines; no snapshot has

@@ -113,7 +113,7 @@ def train(path: Path, args: argparse.Namespace, until: float) -> list[dict[str, 
 
 
 def play(path: str, name: str, simulations: int, games: int, seed: int, device: str) -> list[float]:
-    """Outcomes of so many games against an opponent."""
+    """Play games against an opponent, and return the outcomes."""
     torch.set_num_threads(1)
     where = [ConfigSource("search", {"run": {"device": device}})]
     mine, alone = (bray.Experiment.load(path, sources=where) for _ in range(2))

@@ -1,10 +1,10 @@
 """python -m benchmarks.learning.recorded [--seeds 0 1 2] [--out DIR]: from recordings to reinforcement.
 
 A script plays 50 episodes of Acrobot into `bray record` over HTTP, as a person's game would. Then, for each seed: BC
-learns from these files, PPO goes on from BC and keeps to it by a weight that fades, and PPO learns from nothing with
-the same settings. A score is the number of steps that are left of 500. Goals: BC has 90 % of the player's score, and
-PPO from there passes the player in less than half of the steps of PPO from nothing. One line per seed goes to standard
-output, the evaluations while PPO learnt to recorded.jsonl in DIR (this folder unless given).
+learns from these files; PPO goes on from BC, and a penalty that fades keeps it near BC at first; PPO learns from
+nothing with the same settings. A score is the number of steps that are left of 500. Goals: BC has 90 % of the player's
+score, and PPO from there passes the player in less than half of the steps of PPO from nothing. One line per seed goes
+to standard output, the evaluations while PPO learnt to recorded.jsonl in DIR (this folder unless given).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 ASKED = "asked_return"
-"""The entry of the memory of such a Model that whoever drives it writes, `[..., 3]`: the rest of the return that is
-asked for, whether one is (in an episode's first step the Model asks for its own where none is), and the reward of the
-previous action."""
+"""An entry `[..., 3]` of the memory of such a Model, which the caller writes: the return still asked for, whether one
+is asked for (where none is, the Model asks for its own in the first step of an episode), and the reward of the previous
+action."""
 
 
 def is_asked(carry: Any) -> bool:

@@ -134,7 +134,7 @@ class Policy:
 
 
 def search_with(policy: Policy, simulations: int, who: str) -> None:
-    """From now on so many steps of the search; 0 = the Model alone. `who`: whose Policy it is, for the message."""
+    """Let a Policy search this many steps for each decision; 0 = the Model alone. `who`: its name in the message."""
     if policy.simulations is None:
         raise ConfigError(
             f"{who}: simulations={simulations} is for a policy that searches, such as that of AlphaZero, and this one "

@@ -96,7 +96,7 @@ def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     if MOVES not in spec.observation.names:
         raise ConfigError(
             f"AlphaZero searches a game of agents who take turns, by the moves in its observations, and {spec.id} "
-            "has none: set env.moves=true where it is such a game"
+            "has none: set env.moves=true, which a game of several agents can have"
         )
     parts = {name: part for name, part in spec.observation.items if name != MOVES}
     seen = replace(spec.observation, names=tuple(parts), parts=tuple(parts.values()))
@@ -104,6 +104,8 @@ def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
 
 
 def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Positions:
+    if spec.game is not None:
+        KnownPositions(spec.game)  # what cannot be searched is refused before the first game
     return Positions.of(config)
 
 

@@ -287,6 +287,12 @@ def test_what_cannot_be_searched_is_refused_in_one_line(game, words):
     assert "\n" not in str(e.value)
 
 
+def test_a_training_is_refused_before_it_begins():
+    exp = bray.Experiment("AlphaZero", "openspiel:kuhn_poker")
+    with pytest.raises(ConfigError, match="it has chance and hidden information"):
+        _ = exp.training
+
+
 class Plain:
     possible_agents = ("a", "b")
     observation_spaces = action_spaces = Nim().action_spaces | dict.fromkeys("ab", Nim().action_spaces["first"])
