@@ -138,19 +138,29 @@ def tune(seconds: float) -> None:
         keys = [f"lr={rates}", "num_envs=2", "rollout_length=32", "minibatches=2", "epochs=2", "checkpoint_every_s=1"]
         where = ["--cluster", "ray", "--address", cluster.address, "--parallel", "4", "--project", folder]
         what = ["--run", "PPO", "--env", "CartPole-v1", "--name", "s", "--steps", "4000", "--fresh-seeds", "0"]
+        study = subprocess.Popen([sys.executable, "-m", "bray", "tune", *what, *where, *keys])
         start = time.perf_counter()
-        with subprocess.Popen([sys.executable, "-m", "bray", "tune", *what, *where, *keys]) as study:
-            while len(list(Path(folder).glob("s/trial-*/seed-0/checkpoints/latest"))) < 2:
+        try:
+            while len(begun := list(Path(folder).glob("s/trial-*/seed-0/checkpoints/latest"))) < 2:
+                if study.poll() is not None or time.perf_counter() - start > _PATIENCE_S:
+                    raise SystemExit(f"{len(begun)} of 4 trials have a checkpoint after {_PATIENCE_S:g} s")
                 time.sleep(0.2)
             cluster.remove_node(nodes[0], allow_graceful=False)
             time.sleep(seconds)
             cluster.add_node(**NODE)
             running = study.poll() is None
+            study.wait(_PATIENCE_S)
+        finally:
+            study.kill()
+            study.wait()
         took = round(time.perf_counter() - start, 1)
         with open(Path(folder) / "s" / "trials.csv", newline="") as file:
-            states = [row["state"] for row in csv.DictReader(file)]
-        complete = states.count("complete")
-        say("tune", trials=len(states), complete=complete, seconds=took, changed_while_at_work=running)
+            rows = list(csv.DictReader(file))
+        complete, numbers = [row["state"] for row in rows].count("complete"), {row["lr"] for row in rows}
+        say(
+            "tune", trials=len(rows), complete=complete, settings=len(numbers), seconds=took,
+            changed_while_at_work=running,
+        )  # fmt: skip
 
 
 CASES = {"ppo": ppo, "learners": learners, "tune": tune}

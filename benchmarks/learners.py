@@ -15,12 +15,24 @@ graphs with the all-reduce between; also whether these two have learnt the same,
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+import bray
+from bray.train.learners import LearnersTraining
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -35,32 +47,41 @@ SETTINGS: dict[str, Any] = {
     "eval_freq": 0,
     "export_graph_after_s": None,
 }
-_RUN = """
-import json, os, sys, time
-import bray
 
-def on_cores(processes):
+
+def on_cores(processes: Iterable[int]) -> float:
+    """Seconds of CPU that they have had."""
     seconds = 0.0
     for process in processes:
-        with open(f"/proc/{process}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return seconds
 
-if __name__ == "__main__":
-    settings, env, seconds, path = json.loads(sys.argv[1])
+
+def say(what: str) -> None:
+    print(f"  {time.monotonic() - _BEGAN:6.1f} s  {what}", file=sys.stderr, flush=True)
+
+
+_BEGAN = time.monotonic()
+
+
+def train(settings: dict[str, Any], env: str, seconds: float, path: str) -> None:
+    """In a process of its own: its last words are steps per second and CPU milliseconds per step. What it says before
+    is where it is."""
+    faulthandler.register(signal.SIGUSR1)
+    say(f"{settings['num_learners']} learners, record={settings.get('record', True)}")
     if settings["device"] == "cuda":
-        from bray.train.learners import LearnersTraining
         LearnersTraining.records_on_gpus = True  # where `record` says so
     with bray.Experiment("PPO", env, use_preset=False, seed=1, config=settings, path=path) as exp:
         rows = exp.train()
-        next(rows), next(rows)  # recorded by now
+        for number in range(2):
+            next(rows)
+            say(f"iteration {number + 1}, {exp.last_row['env_steps_total']} steps")  # recorded by now
         if settings["device"] == "cuda":
-            import numpy
-            weights = numpy.concatenate([x.reshape(-1).astype(float) for x in exp.training.weights().values()])
-            numpy.save(path + ".npy", weights)
+            parts = [x.reshape(-1).astype(float) for x in exp.training.weights().values()]
+            np.save(path + ".npy", np.concatenate(parts))
             recorded, agree = exp.training.learner.is_recorded, getattr(exp.training, "agree", True)
-            print("recorded" if recorded else "eager", "all agree" if agree else "ranks differ", file=sys.stderr)
+            say(f"{'recorded' if recorded else 'eager'}, {'all agree' if agree else 'ranks differ'}")
         processes = [os.getpid(), *getattr(exp.training, "process_ids", [])]
         start, cpu, steps = time.perf_counter(), on_cores(processes), exp.last_row["env_steps_total"]
         row = next(rows)
@@ -68,40 +89,69 @@ if __name__ == "__main__":
             row = next(rows)
         steps = row["env_steps_total"] - steps
         seconds = time.perf_counter() - start
-        print(steps / seconds, 1000 * (on_cores(processes) - cpu) / steps)
+        print(steps / seconds, 1000 * (on_cores(processes) - cpu) / steps, flush=True)
         rows.close()
-"""
 
 
-def run(settings: dict[str, Any], seconds: float, env: str, path: str) -> tuple[float, float, str]:
-    """Steps per second of one training, CPU milliseconds per step, and what it said."""
+def run(settings: dict[str, Any], seconds: float, env: str, path: str, limit: float) -> tuple[float, float]:
+    """Steps per second of one training, and CPU milliseconds per step. One that takes longer than `limit` seconds says
+    where all its processes are, and the program ends."""
     told = json.dumps([{**SETTINGS, **settings}, env, seconds, path])
-    done = subprocess.run([sys.executable, "-c", _RUN, told], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{settings}: {done.stderr.strip()[-2000:]}")
-    speed, cpu = map(float, done.stdout.split()[-2:])
-    return speed, cpu, done.stderr.strip()
+    command = [sys.executable, "-m", "benchmarks.learners", "--one", told]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            said, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            print(f"{settings}: more than {limit:g} s", file=sys.stderr, flush=True)
+            stuck = members(process.pid)
+            for member in stuck:
+                print(where(member), file=sys.stderr, flush=True)
+            for member in stuck:
+                with suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
+            sys.exit(1)
+    if process.returncode:
+        sys.exit(f"{settings}: it ended with {process.returncode}, see above")
+    speed, cpu = map(float, said.split()[-2:])
+    return speed, cpu
 
 
-def measure(learners: int, threads: int, seconds: float, env: str) -> tuple[float, float]:
-    with tempfile.TemporaryDirectory(prefix="bray-learners-") as folder:
-        return run({"num_learners": learners, "threads": threads}, seconds, env, f"{folder}/run")[:2]
+def members(first: int) -> list[int]:
+    """A process and all below it."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [first]
+    for member in found:
+        found += [child for child, parent in parents.items() if parent == member]
+    return found
 
 
-def measure_gpu(seconds: float, env: str) -> None:
+def where(process: int) -> str:
+    """What each thread of a process does: the first one has been told to write that to its stderr at SIGUSR1, others
+    (`bray/envs/process.py`) to a file."""
+    files = [Path(f"/proc/{process}/fd/{name}") for name in os.listdir(f"/proc/{process}/fd")]
+    traces = [file for file in files if "/bray-learner-" in os.readlink(file)]
+    if not traces and "benchmarks.learners\0--one" not in Path(f"/proc/{process}/cmdline").read_text():
+        return ""
+    os.kill(process, signal.SIGUSR1)
+    time.sleep(1.0)
+    return f"--- process {process}\n" + "".join(file.read_text() for file in traces)
+
+
+def measure_gpu(seconds: float, env: str, limit: float) -> None:
     """See the module."""
-    import numpy as np
-
     weights: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bray-learners-") as folder:
         for case, learners, record in (("one", 1, True), ("two eager", 2, False), ("two recorded", 2, True)):
             settings = {"num_learners": learners, "threads": 4, "device": "cuda", "record": record}
-            speed, cpu, said = run(settings, seconds, env, f"{folder}/{case}")
+            speed, cpu = run(settings, seconds, env, f"{folder}/{case}", limit)
             weights[case] = np.load(f"{folder}/{case}.npy")
-            print(json.dumps({"case": case, "steps_per_s": round(speed, 1), "cpu_ms": cpu, "said": said}), flush=True)
-    apart = np.abs(weights["two recorded"] - weights["two eager"])
-    moved = np.abs(weights["one"] - weights["two eager"]).max()
-    print(json.dumps({"recorded_and_eager_differ_at_most": apart.max(), "one_and_two_differ_at_most": moved}))
+            print(json.dumps({"case": case, "steps_per_s": round(speed, 1), "cpu_ms": round(cpu, 3)}), flush=True)
+    apart = float(np.abs(weights["two recorded"] - weights["two eager"]).max())
+    moved = float(np.abs(weights["one"] - weights["two eager"]).max())
+    print(json.dumps({"recorded_and_eager_differ_at_most": apart, "one_and_two_differ_at_most": moved}))
 
 
 def main() -> None:
@@ -111,19 +161,28 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--env", default="ALE/Pong-v5")
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds of a case: then it says where it is")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.one:
+        train(*json.loads(given.one))
+        return
     if given.gpu:
-        measure_gpu(given.seconds, given.env)
+        measure_gpu(given.seconds, given.env, given.limit)
         return
     found: dict[str, list[tuple[float, float]]] = {case: [] for case in given.cases}
     for _ in range(given.repeat):
         for case in given.cases:
-            found[case].append(measure(*map(int, case.split("x")), given.seconds, given.env))
-            print(f"  {case}: {found[case][-1][0]:.1f} steps/s", file=sys.stderr, flush=True)
+            learners, threads = map(int, case.split("x"))
+            with tempfile.TemporaryDirectory(prefix="bray-learners-") as folder:
+                settings = {"num_learners": learners, "threads": threads}
+                found[case].append(run(settings, given.seconds, given.env, f"{folder}/run", given.limit))
+            say("{}: {:.1f} steps/s, {:.3f} ms of CPU a step".format(case, *found[case][-1]))
     medians = {case: [statistics.median(x) for x in zip(*each, strict=True)] for case, each in found.items()}
     best = max((speed for case, (speed, _) in medians.items() if case.startswith("1x")), default=float("nan"))
     for case, (speed, cpu) in medians.items():
-        print(json.dumps({"case": case, "steps_per_s": round(speed, 1), "to_best": speed / best, "cpu_ms": cpu}))
+        ratio = round(speed / best, 3)
+        print(json.dumps({"case": case, "steps_per_s": round(speed, 1), "to_best": ratio, "cpu_ms": round(cpu, 3)}))
 
 
 if __name__ == "__main__":

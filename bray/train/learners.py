@@ -11,9 +11,12 @@ lost.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -44,6 +47,7 @@ logger = logging.getLogger("bray")
 
 _SEEDS = 10_007  # from one rank to the next: no two of them play the same games
 _HERE = "127.0.0.1"
+_IFNAME = "GLOO_SOCKET_IFNAME"
 
 
 class _Told(Totals):
@@ -95,8 +99,8 @@ class RankTraining(LocalTraining):
                 self.gather(0.0 if self._exact else WAIT_S)
         mine = self.totals
         weights = 0
-        for x in self.weights().values():
-            weights = crc32(x.tobytes(), weights)
+        for x in side.weights_now().values():
+            weights = crc32(np.ascontiguousarray(x).data, weights)
         news = [weights, mine.counts if isinstance(mine, _Told) else []]
         told = [msgspec.json.decode(x) for x in self.ranks.gather(msgspec.json.encode(news, enc_hook=_plain))]
         self.agree = all(theirs == weights for theirs, _ in told)
@@ -161,8 +165,9 @@ class LearnersTraining(RankTraining):
         self._news = True
         self.restarts = 0
         try:
-            self._start_others(run)
-            super().__init__(algo, run, env, model, config)
+            with self._over_loopback():
+                self._start_others(run)
+                super().__init__(algo, run, env, model, config)
             self._wait_for_others()
         except BaseException:
             self._end_others()
@@ -178,6 +183,20 @@ class LearnersTraining(RankTraining):
             place = Place(rank, size, self._crew.address, store.port, backend)
             self._others.append(self._crew.start(partial(JoinedLearner, self._parts, place), self.restarts > 0))
         dist.init_process_group(backend, store=store, rank=0, world_size=size, timeout=_patience(run))
+
+    @contextmanager
+    def _over_loopback(self) -> Iterator[None]:
+        """Inside, gloo does not look up this machine's name, where all are on it: that takes long where no name server
+        answers."""
+        known = self._on or _IFNAME in os.environ
+        name = "" if known else next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+        if name:
+            os.environ[_IFNAME] = name
+        try:
+            yield
+        finally:
+            if name:
+                os.environ.pop(_IFNAME, None)
 
     def _wait_for_others(self) -> None:
         for other in self._others:
@@ -239,8 +258,9 @@ class LearnersTraining(RankTraining):
         return "; ".join(words) or "another learner was lost"
 
     def _begin_again(self) -> None:
-        self._start_others(self.run_config)
-        self.ranks.meet()
+        with self._over_loopback():
+            self._start_others(self.run_config)
+            self.ranks.meet()
         self._wait_for_others()
         self._news = True
 

@@ -105,13 +105,14 @@ class Ranks:
         """The mean over all ranks of an array, a new one."""
         if self.size == 1:
             return x.clone()
-        if x.numel() >= SMALLEST and x.dtype == torch.float32 and x.device.type == "cpu" and x.dim() == 1:
-            mean = self._shared.mean(x)
-            if mean is not None:
-                return mean
-        mean = x.clone()
-        self._run(lambda: dist.all_reduce(mean, group=None if x.is_cuda else self._control))
-        return mean.div_(self.size)
+        by_gloo = self._control is None or not x.is_cuda  # which copies what is on a GPU to the host and back, as here
+        if by_gloo and x.numel() >= SMALLEST and x.dtype == torch.float32 and x.dim() == 1:
+            shared = self._shared.mean(x)
+            if shared is not None:
+                return shared
+        mean = x.to("cpu" if by_gloo else x.device, copy=True)
+        self._run(lambda: dist.all_reduce(mean, group=self._control if by_gloo else None))
+        return mean.div_(self.size).to(x.device)
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors with those of the first rank."""
@@ -120,6 +121,7 @@ class Ranks:
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             same = [t for t in tensors if t.dtype == dtype]
             flat = torch.cat([t.detach().reshape(-1) for t in same])
+            flat = flat.cpu() if self._control is None else flat
             self._run(lambda flat=flat: dist.broadcast(flat, 0))  # type: ignore[misc]
             with torch.no_grad():
                 for t, part in zip(same, flat.split([t.numel() for t in same]), strict=True):

@@ -1,5 +1,6 @@
-"""The mean of large arrays over the ranks of one machine, in memory that they share: each rank adds up its part of the
-array for all of them. Over sockets every number would be copied by the kernel, and be sent as often as there are ranks.
+"""The mean of large arrays over the ranks of one machine, in memory that they share: each of several ranks adds up its
+part of the array for all of them. Over sockets every number would be copied by the kernel, and be sent as often as
+there are ranks.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -38,12 +40,14 @@ class Ranks(Protocol):
 
 
 class SharedMean:
-    """Float32 on the CPU. Where the ranks do not share a machine, or its memory for files is full, there is none."""
+    """Float32; what is on a GPU is copied here and back. Where the ranks do not share a machine, or its memory for
+    files is full, there is none."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
-        self._arrays: Tensor | None = None  # [ranks + 1, numbers]: what each has given, and the mean
+        self._arrays: Tensor | None = None  # [places, numbers]: what each has given, and the mean of several
         self._refused = False
+        self._turn = 0
 
     def mean(self, x: Tensor) -> Tensor | None:
         """All ranks call it with arrays of the same size; None: take another way."""
@@ -53,22 +57,24 @@ class SharedMean:
             self._refused = self._arrays is None
         if self._arrays is None:
             return None
+        if size == 2:  # each adds up all of it for itself, while the next arrays have other places: they meet once
+            self._turn = 2 - self._turn
+            given = list(self._arrays[self._turn : self._turn + 2, :count].unbind())
+            given[rank].copy_(x)
+            self._ranks.all_reduce_min(0)
+            return _mean_of(given, torch.empty(count), 0, count).to(x.device)
         *given, mean = self._arrays[:, :count].unbind()
         given[rank].copy_(x)
         self._ranks.all_reduce_min(0)  # nobody reads before all have written
-        for at in range(rank * count // size, end := (rank + 1) * count // size, _BLOCK):
-            span = slice(at, min(at + _BLOCK, end))
-            out = torch.add(given[0][span], given[1][span], out=mean[span])
-            for other in given[2:]:
-                out += other[span]
-            out *= 1.0 / size
+        _mean_of(given, mean, rank * count // size, (rank + 1) * count // size)
         self._ranks.all_reduce_min(0)
-        return mean.clone()  # which the next one writes over when all ranks have come to it
+        return mean.to(x.device, copy=True)  # the next one writes over it when all ranks have come to that
 
     def _open(self, count: int) -> Tensor | None:
         """Memory for arrays of so many numbers, which the first rank makes; None where one of them cannot have it."""
         ranks = self._ranks
-        length = _HEAD + 4 * (ranks.size + 1) * count
+        arrays = 4 if ranks.size == 2 else ranks.size + 1
+        length = _HEAD + 4 * arrays * count
         path, token, memory = "", os.urandom(_HEAD), None
         try:
             if ranks.first:
@@ -90,4 +96,15 @@ class SharedMean:
                 os.unlink(path)  # those who have it open keep it
         if memory is None or not agreed:
             return None
-        return torch.frombuffer(memory, dtype=torch.float32, offset=_HEAD).view(ranks.size + 1, count)
+        return torch.frombuffer(memory, dtype=torch.float32, offset=_HEAD).view(arrays, count)
+
+
+def _mean_of(given: Sequence[Tensor], mean: Tensor, at: int, end: int) -> Tensor:
+    """Their mean between two places, into `mean`."""
+    for start in range(at, end, _BLOCK):
+        span = slice(start, min(start + _BLOCK, end))
+        out = torch.add(given[0][span], given[1][span], out=mean[span])
+        for other in given[2:]:
+            out += other[span]
+        out *= 1.0 / len(given)
+    return mean
