@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,7 +85,7 @@ class Learner(base.Learner):
         update_normalizers(self.model, batch["obs"], batch["weight"])
         columns = self.columns(batch)
         if self.memory:
-            columns |= {"first": batch["first"], "weight": batch["weight"], "state": self.memory}
+            columns |= {"first": batch["first"], "state": self.memory}
         update: Update
         update, memory = self._step(to_torch(columns, self.device), *(x[0] for x in self.draw()))
         for name, x in self.memory.items():
@@ -93,31 +95,30 @@ class Learner(base.Learner):
 
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What `gradient_step` reads of a batch."""
-        return {"obs": batch["obs"], "action": batch["action"]} | legal_choices(self.layout, batch)
+        return {k: batch[k] for k in ("obs", "action", "weight")} | legal_choices(self.layout, batch)
 
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Update, dict[str, Tensor]]:
         """L = -log pi(a) - entropy_coef S; and what a Model with memory remembers at the end of its rows."""
-        if self.memory:
-            return self.step_through(batch, *draws)
-        (dist,) = rows.actor_critic(self.model, batch, draws, ("dist",)).values()
-        logp, entropy = self.log_prob_entropy(dist, batch)
-        loss = -(logp + self.config.entropy_coef * entropy).mean()
-        grad_norm = self.optimizer.step(loss)
-        numbers = {"policy_loss": -logp.mean(), "entropy": entropy.mean(), "grad_norm": grad_norm}
-        return Update.of({"loss": loss} | numbers), {}
-
-    def step_through(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Update, dict[str, Tensor]]:
-        """The same for rows `[L, B, ...]`, of which some may have no weight."""
-        noise = drawn(self.model, draws)
-        out = self.model.unroll(batch["obs"], batch["state"], batch["first"], *noise)  # type: ignore[operator]
-        flat: dict[str, Any] = {k: batch[k].flatten(0, 1) for k in ("action", "mask") if k in batch}
-        logp, entropy = self.log_prob_entropy(out["dist"].float().flatten(0, 1), flat)
-        weight = batch["weight"].flatten() / batch["weight"].sum()
-        logp, entropy = torch.dot(weight, logp), torch.dot(weight, entropy)
+        new, batch, mean, memory = self.outputs(batch, draws, ("dist",))
+        logp, entropy = (mean(x) for x in self.log_prob_entropy(new["dist"], batch))
         loss = -(logp + self.config.entropy_coef * entropy)
         grad_norm = self.optimizer.step(loss)
         numbers = {"policy_loss": -logp, "entropy": entropy, "grad_norm": grad_norm}
-        return Update.of({"loss": loss} | numbers), {k: x.detach() for k, x in out["state"].items()}
+        return Update.of({"loss": loss} | numbers), memory
+
+    def outputs(
+        self, batch: dict[str, Any], draws: tuple[Tensor, ...], names: tuple[str, ...]
+    ) -> tuple[dict[str, Tensor], dict[str, Any], Callable[[Tensor], Tensor], dict[str, Tensor]]:
+        """For the rows of a batch `[N, ...]`, or `[L, B, ...]` where the Model has a memory: outputs `[N, ...]`, the
+        other columns `[N, ...]`, the mean over rows that count, and what is remembered behind the last ones."""
+        if "state" not in batch:
+            return rows.actor_critic(self.model, batch, draws, names), batch, torch.mean, {}
+        noise = drawn(self.model, draws)
+        out = self.model.unroll(batch["obs"], batch["state"], batch["first"], *noise)  # type: ignore[operator]
+        flat = {k: x.flatten(0, 1) for k, x in batch.items() if isinstance(x, Tensor) and k != "obs"}
+        share = flat["weight"] / flat["weight"].sum()
+        new = {k: out[k].float().flatten(0, 1) for k in names}
+        return new, flat, partial(torch.dot, share), {k: x.detach() for k, x in out["state"].items()}
 
     def log_prob_entropy(self, dist: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Of the demonstrated actions."""
@@ -136,11 +137,13 @@ def least_params(layout: ActionLayout, min_std: float) -> Tensor:
 
 
 def legal_choices(layout: ActionLayout, batch: dict[str, Any]) -> dict[str, np.ndarray]:
-    """`mask`, where observations have one. A demonstrator who did what is masked would be learnt from without end."""
+    """`mask`, where observations have one. A demonstrator who did what is masked would be learnt from without end; in
+    rows without weight nobody did anything."""
     lead = batch["action"].shape[: batch["action"].ndim - len(layout.shape)]
     mask = layout.legal(tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), batch["obs"]))
     if mask is None:
         return {}
+    mask |= batch["weight"].reshape(-1, 1) == 0
     choices, at = batch["action"].reshape(len(mask), -1), 0
     for part in (p for p in layout.parts if p.kind == "categorical"):
         choice = choices[:, part.action.start].astype(np.int64)

@@ -134,9 +134,9 @@ class Learner(bc.Learner):
         n, valid = self.config.burn_in, batch["valid"].astype(np.float32)
         seen = tree.map(lambda x: x[:-1], batch["obs"])
         update_normalizers(self.model, seen, valid)
-        columns = self.columns({"obs": tree.map(lambda x: x[n:], seen), "expert": batch["expert"][n:]})
+        learnt = {"obs": tree.map(lambda x: x[n:], seen), "expert": batch["expert"][n:], "weight": valid[n:]}
+        columns = self.columns(learnt) | {"state": batch["state"]}
         columns |= {"before": tree.map(lambda x: x[:n], seen), "first": batch["first"][:-1]}
-        columns |= {"state": batch["state"], "weight": valid[n:]}
         update: Update
         update, _ = self._step(to_torch(columns, self.device), *(x[0] for x in self.draw()))
         self.steps += 1
@@ -147,7 +147,8 @@ class Learner(bc.Learner):
             return super().gradient_step(batch, *draws)
         n, past = self.config.burn_in, batch | {"obs": batch["before"]}
         state = burnt_in(self.model, past, n, drawn(self.model, draws))
-        return self.step_through(batch | {"state": state, "first": batch["first"][n:]}, *draws)
+        rest = {k: x for k, x in batch.items() if k != "before"}
+        return super().gradient_step(rest | {"state": state, "first": batch["first"][n:]}, *draws)
 
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return super().columns({"obs": batch["obs"], "action": batch["expert"]})
+        return super().columns({**batch, "action": batch["expert"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from bray import tree
 from bray.data.experience import Batch, Dataset, EndOfData
-from bray.data.piece import Piece
+from bray.data.piece import Piece, nstep
 from bray.errors import DataError
 from bray.tree import NestedArray
 
@@ -24,10 +25,13 @@ class Windows(Dataset):
 
     Batches `[L, B, ...]`: the columns of the files; `first`; `to_go`, the undiscounted rest of the episode's rewards,
     that of this row among them; `before`, the action of the row before, zeros in an episode's first; and `weight`, 0
-    for the rows behind the end of the last episode of all."""
+    for the rows behind the end of the last episode of all. With `gamma`, `reward` is the discounted sum to the end of
+    the episode and `discount` what the observation there counts: 0, or where an episode was cut gamma to the number of
+    steps to it, and then that observation is a row of its own without weight."""
 
-    def __init__(self, rows: int, length: int, epochs: int = 1):
+    def __init__(self, rows: int, length: int, epochs: int = 1, gamma: float | None = None):
         super().__init__(rows, epochs)
+        self._discount = gamma
         self.length, self.columns = length, max(1, rows // length)
         self._at = np.full((self.columns, 2), -1, np.int64)  # the episode of each column, and its next row
         self._queue = np.zeros(0, np.int64)  # episodes of this epoch that are not begun
@@ -63,6 +67,8 @@ class Windows(Dataset):
         if data is None:
             raise EndOfData(f"{self.epochs} epochs of {self.count:,} transitions are learnt")
         valid = data["weight"] > 0
+        if not valid.any():  # the last observations of all
+            return self.next(clock, timeout)
         self._last = tree.map(lambda x: x[valid], data["obs"])
         return Batch(data, int(valid.sum()))
 
@@ -90,7 +96,7 @@ class Windows(Dataset):
         assert self._pieces is not None
         if i not in self._held:
             piece = self._pieces.read(i)
-            self._held[i] = None if piece is None else _rows(piece)
+            self._held[i] = None if piece is None else _rows(piece, self._discount)
             self._bytes += 0 if piece is None else tree.nbytes(self._held[i])
         return self._held[i]
 
@@ -116,14 +122,13 @@ class Windows(Dataset):
         return True
 
 
-def _rows(piece: Piece) -> dict[str, NestedArray]:
-    """The rows `[T, ...]` of an episode."""
+def _rows(piece: Piece, gamma: float | None) -> dict[str, NestedArray]:
+    """The rows `[T, ...]` of an episode, or `[T + 1, ...]`."""
     t = piece.length
     reward, action = piece.reward[:, 0].astype(np.float64), np.asarray(piece.action)[:, 0]
     before = np.zeros_like(action)
     before[1:] = action[:-1]
-    return {
-        "obs": tree.map(lambda x: x[:t, 0], piece.obs),
+    rows: dict[str, NestedArray] = {
         "action": action,
         "before": before,
         "reward": reward.astype(np.float32),
@@ -131,3 +136,10 @@ def _rows(piece: Piece) -> dict[str, NestedArray]:
         "first": np.arange(t) == 0,
         "weight": np.ones(t, np.float32),
     }
+    if gamma is not None:
+        total, discount, _ = nstep(piece, sys.maxsize, gamma)
+        rows |= {"reward": total[:, 0], "discount": discount[:, 0]}
+        if discount.any():
+            t += 1
+            rows = tree.map(lambda x: np.concatenate([x, np.zeros_like(x[:1])]), rows)
+    return rows | {"obs": tree.map(lambda x: x[:t, 0], piece.obs)}

@@ -18,7 +18,7 @@ from tests.algos.test_from_files import CHOICE, MASKED, NUMBERS, log_prob
 LENGTHS = (5, 3, 7, 1)
 
 
-def episode(spec, n, rng):
+def episode(spec, n, rng, cut=False):
     obs = rng.standard_normal((n + 1, 4)).astype(np.float32)
     ends = np.arange(n) == n - 1
     if spec.layout.continuous:
@@ -30,12 +30,14 @@ def episode(spec, n, rng):
         mask[np.arange(n), action] = mask[n, 0] = True
         obs = {"obs": obs, "action_mask": mask.astype(np.int8)}
     reward = rng.standard_normal(n).astype(np.float32)
-    return {"obs": obs, "action": action, "reward": reward, "terminated": ends, "truncated": np.zeros(n, bool)}
+    no = np.zeros(n, bool)
+    return {"obs": obs, "action": action, "reward": reward, "terminated": no if cut else ends, "truncated": ends & cut}
 
 
-def opened(folder, data, spec=CHOICE, memory=1 << 20, lengths=LENGTHS):
+def opened(folder, data, spec=CHOICE, memory=1 << 20, lengths=LENGTHS, cut=False):
+    """`cut`: every other one."""
     rng = np.random.default_rng(3)
-    played = [episode(spec, n, rng) for n in lengths]
+    played = [episode(spec, n, rng, cut and i % 2 == 0) for i, n in enumerate(lengths)]
     if not folder.exists():
         write_episodes(folder / "episodes", played)
     data.read_from(FileSource(folder, spec.layout, reads_itself=True), memory)
@@ -93,13 +95,40 @@ def test_it_goes_on_exactly(tmp_path):
             np.testing.assert_array_equal(x, theirs.data[name])
 
 
+def test_returns_to_the_end_and_the_observation_that_an_episode_was_cut_at(tmp_path):
+    data = Windows(8, 4, gamma=0.5)
+    played = opened(tmp_path / "files", data, cut=True)
+    came = list(batches(data))
+    columns = {k: np.concatenate([batch.data[k] for batch in came]) for k in came[0].data}
+    counts, rows, ends = columns["weight"] > 0, 0, 0
+    for e in played:
+        n = len(e["reward"])
+        for t in range(n + 1):
+            ((at, b),) = np.argwhere((columns["obs"] == e["obs"][t]).all(-1)) if t < n or cut_at_end(e) else ((-1, -1),)
+            if t < n:
+                assert columns["reward"][at, b] == pytest.approx(sum(e["reward"][t:] * 0.5 ** np.arange(n - t)), 1e-5)
+                assert columns["discount"][at, b] == (0.5 ** (n - t) if cut_at_end(e) else 0.0)
+                assert counts[at, b]
+                rows += 1
+            elif at >= 0:
+                assert not counts[at, b]
+                np.testing.assert_array_equal(columns["obs"][at - 1, b], e["obs"][n - 1])
+                ends += 1
+    assert (rows, ends) == (sum(LENGTHS), 2)
+    assert counts.sum() == rows
+
+
+def cut_at_end(e):
+    return bool(e["truncated"][-1])
+
+
 # --- BC ---------------------------------------------------------------------------------------------------------------
 
 
-def memory_model(spec, **model):
+def memory_model(spec, run="BC", options=None, **model):
     torch.manual_seed(0)
-    algo = get_algo("BC")
-    config = algo.Config(batch_size=8, lr=1e-9, min_std=0.9, entropy_coef=0.0)
+    algo = get_algo(run)
+    config = algo.Config(batch_size=8, lr=1e-9, min_std=0.9, entropy_coef=0.0, **(options or {}))
     small = ModelConfig(fcnet_hiddens=(8,), use_lstm=True, lstm_cell_size=8, max_seq_len=4, **model)
     model = algo.make_model(config, spec, small)
     with torch.no_grad():
@@ -178,7 +207,45 @@ def test_what_was_seen_before_the_window_is_remembered_and_a_run_goes_on_exactly
             np.testing.assert_array_equal(x, weights[name])
 
 
-@pytest.mark.parametrize("run", ["MARWIL", "IQL"])
-def test_others_refuse_a_memory(run, cues, tmp_path):
+@pytest.mark.parametrize("spec", [CHOICE, MASKED, NUMBERS], ids=lambda spec: spec.id)
+def test_marwil_weighs_by_values_that_remember(spec, tmp_path):
+    """The loss of each batch, of what a policy says that goes through the episodes from their starts. The value where
+    an episode was cut is that of its last observation as soon as a batch has it, else that of the batch's last row."""
+    options = {"beta": 1.5, "gamma": 0.9, "value_coef": 0.7, "norm_rate": 0.2, "max_weight": 1.5}
+    data, network, learner = memory_model(spec, "MARWIL", options)
+    data.epochs, known = 2, {}
+    for played in opened(tmp_path / "files", data, spec, cut=True):
+        state, obs, n = network.initial_state(1), played["obs"], len(played["reward"])
+        for t in range(n + 1):
+            seen = {k: torch.from_numpy(x[t][None]) for k, x in obs.items()} if spec is MASKED else obs[t][None]
+            with torch.no_grad():
+                out = network(seen if spec is MASKED else torch.from_numpy(seen), state)
+            state, mask = out["state"], obs["action_mask"][t] if spec is MASKED else None
+            dist = out["dist"][0].double().numpy()
+            logp = log_prob(spec, dist, played["action"][t], mask, 0.9) if t < n else 0.0
+            known[(obs["obs"] if spec is MASKED else obs)[t].tobytes()] = logp, float(out["value"])
+    square = weight_of_square = stood_in = found = 0.0
+    for batch in batches(data):
+        d = batch.data
+        seen, errors, logps = d["obs"]["obs"] if spec is MASKED else d["obs"], [], []
+        for t, b in np.argwhere(d["weight"] > 0):
+            later = [s for s in range(t, len(seen)) if d["weight"][s, b] == 0]
+            end = later[0] if later else -1
+            logp, value = known[seen[t, b].tobytes()]
+            cut = known[seen[end, b].tobytes()][1] if d["discount"][t, b] else 0.0
+            stood_in, found = stood_in + (d["discount"][t, b] > 0 and end < 0), found + (cut != 0.0 and end >= 0)
+            errors.append(d["reward"][t, b] + d["discount"][t, b] * cut - value)
+            logps.append(logp)
+        square = 0.8 * square + 0.2 * np.mean(np.square(errors))
+        weight_of_square = 0.8 * weight_of_square + 0.2
+        weights = np.minimum(np.exp(1.5 * np.array(errors) / np.sqrt(square / weight_of_square)), 1.5)
+        said = learner.update(d, Clock()).metrics
+        assert said["policy_loss"] == pytest.approx(-np.mean(weights * logps), rel=1e-4)
+        assert said["value_loss"] == pytest.approx(0.5 * np.mean(np.square(errors)), rel=1e-4)
+    assert stood_in
+    assert found
+
+
+def test_iql_refuses_a_memory(cues, tmp_path):
     with pytest.raises(ConfigError, match=r"single rows.*use_lstm=false"):
-        _ = bray.Experiment(run, data=cues, path=tmp_path / "r", config={**SPACES, "use_lstm": True}).training
+        _ = bray.Experiment("IQL", data=cues, path=tmp_path / "r", config={**SPACES, "use_lstm": True}).training

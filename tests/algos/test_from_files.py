@@ -428,5 +428,5 @@ def test_spaces_that_do_not_fit_are_refused():
         with pytest.raises(ConfigError, match="needs a Box action space"):
             make_policy(get_algo(name), get_algo(name).Config(), CHOICE)
     with pytest.raises(ConfigError, match="cannot train a memory"):
-        get_algo("MARWIL").make_model(get_algo("MARWIL").Config(), CHOICE, ModelConfig(use_lstm=True))
+        get_algo("IQL").make_model(get_algo("IQL").Config(), CHOICE, ModelConfig(use_lstm=True))
     assert isinstance(get_algo("BC").experience(get_algo("BC").Config(), CHOICE, ModelConfig()), Dataset)
