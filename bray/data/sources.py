@@ -21,7 +21,7 @@ import numpy as np
 
 from bray.data.files import SUFFIX, Episode, EpisodeReader, check_columns
 from bray.errors import ConfigError, DataError
-from bray.spec import GLOBAL_STATE, EnvSpec, Space, parse_space
+from bray.spec import ACTION_MASK, GLOBAL_STATE, EnvSpec, Space, parse_space
 from bray.tree.nested import KINDS, NestedArray
 
 logger = logging.getLogger("bray")
@@ -67,6 +67,8 @@ class DataSet(Sequence[Episode]):
         self.spec = common_spec(self.sources) if spec is None else spec
         self.steps = np.concatenate([np.asarray(source.steps, np.int64) for source in self.sources])
         self._starts = np.cumsum([0, *(len(source) for source in self.sources)])
+        self.all_legal = False
+        """Whether observations may lack their `action_mask`, as those of live games may: every choice is legal then."""
         self.broken: dict[int, str] = {}
         """What is wrong with episodes that were read, by their numbers."""
 
@@ -81,6 +83,8 @@ class DataSet(Sequence[Episode]):
         source, at = self._find(i)
         try:
             episode = source[at]
+            if self.all_legal and self.spec is not None:
+                episode = with_mask(episode, self.spec)
             return episode if self.spec is None else fitted(episode, self.spec)
         except DataError as e:
             where = source.where(at)
@@ -248,6 +252,16 @@ def shown(space: Space) -> str:
     return f"{space.kind.replace('_', ' ')} {','.join(map(str, space.n))}{start}"
 
 
+def with_mask(episode: Episode, spec: EnvSpec) -> Episode:
+    """With the `action_mask` that its spaces have beside `obs`, where it has none."""
+    steps, obs = check_columns(episode), episode["obs"]
+    if set(spec.observation.names) != {"obs", ACTION_MASK} or (isinstance(obs, dict) and ACTION_MASK in obs):
+        return episode
+    (mask,) = (part for name, part in spec.observation.items if name == ACTION_MASK)
+    legal = np.ones((steps + 1, *mask.shape), mask.dtype)
+    return {**episode, "obs": {"obs": obs, ACTION_MASK: legal}}
+
+
 def fitted(episode: Episode, spec: EnvSpec) -> Episode:
     """The episode with the types of the spaces. DataError, with the step, where it cannot be one of such a game."""
     steps = check_columns(episode)
@@ -276,7 +290,7 @@ def _fit(space: Space, x: NestedArray, name: str, bounded: bool = False) -> Nest
         got = list(x) if isinstance(x, dict) else list(range(len(x))) if isinstance(x, (tuple, list)) else None
         if got is None or set(got) != set(wanted):
             have = "an array" if got is None else f"the parts {got}"
-            raise DataError(f"{name}: expected the parts {wanted}, got {have}")
+            raise DataError(f"{name} of all its steps: expected the parts {wanted}, got {have}")
         return space.join(
             _fit(part, x[key], f"{name}/{key}", bounded) for key, part in zip(space.keys, space.parts, strict=True)
         )

@@ -268,7 +268,7 @@ class Experiment:
         if self.live:
             setups = self.policies or {DEFAULT: Setup(self.algo, self.env_id, True, c)}
             kind = LiveTraining if c["run"].self_play is None else LiveLeagueTraining
-            return kind(setups, c["run"], c["env"], c["live"])
+            return kind(setups, c["run"], c["env"], c["live"], c.sections.get("data"))
         if c["run"].self_play is not None:
             raise ConfigError(f"run.self_play is for a game of several agents, and {self.env_id} has one: leave it out")
         if c["run"].policy_mapping is not None:

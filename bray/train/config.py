@@ -296,8 +296,8 @@ class DataConfig:
     """Leave out episodes of files that are damaged or do not fit the spaces, and count them (`data/broken`); else the
     first one ends the run."""
     share: Annotated[Share | None, Flag("--data-share")] = None
-    """Play in the environment too, and take this share of the rows of every batch from the files; for algorithms that
-    replay single transitions. null = learn from the files alone."""
+    """Play too, in the environment or live games, and take this share of the rows of every batch from the files; for
+    algorithms that replay single transitions. null = learn from the files alone."""
     pretrain: Annotated[Whole, Needs("share")] = 0
     """Batches of the files alone that are learnt from before games are played: gradient steps that cost no step of the
     environment. For algorithms that replay."""

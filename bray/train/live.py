@@ -45,11 +45,12 @@ from bray.serving.server import Server
 from bray.serving.values import MAX_JSON, body_limit, masked_spec
 from bray.spec import EnvSpec, parse_space
 from bray.train.agent import ActingModel
-from bray.train.config import LiveConfig, RunConfig
+from bray.train.config import DataConfig, LiveConfig, RunConfig
 from bray.train.device import resolve_device
 from bray.train.fair import USUAL, FairQueue, GameReturns, Places, RewardLimit, Taken, Votes, add_up
 from bray.train.goals import LIVE_SCORE
 from bray.train.local import initial_state, make_side
+from bray.train.offline import mix_files
 from bray.train.side import Side
 from bray.train.source import Source
 from bray.train.steady import SteadyDriver
@@ -451,14 +452,25 @@ class Made(Protocol):
 class LiveTraining(SteadyDriver):
     """Algorithms that learn from the games that call, in this process."""
 
-    def __init__(self, setups: Mapping[str, Made], run: RunConfig, env: EnvConfig, live: LiveConfig):
-        """`setups`: of each policy, by name"""
+    def __init__(
+        self,
+        setups: Mapping[str, Made],
+        run: RunConfig,
+        env: EnvConfig,
+        live: LiveConfig,
+        data: DataConfig | None = None,
+    ):
+        """`setups`: of each policy, by name; `data`: files that are learnt from beside the games"""
         self.run_config, self.env_config, self.live = run, env, live
         if run.eval_freq or run.video_freq:
             raise ConfigError("eval_freq, video_freq: live games cannot be evaluated in; leave them out")
         self.device = resolve_device(run.device)
         self.spec = live_spec(live, env)
         sides = {name: self._side(name, setup) for name, setup in setups.items()}
+        if data is not None:
+            if len(sides) > 1 or run.self_play is not None:
+                raise ConfigError("--data-share beside live games is for one policy without self_play: leave it out")
+            mix_files(next(iter(sides.values())).experience, run, env, data, self.spec)
         self.source = self._play(sides)
         super().__init__(list(sides.values()), [self.source])
         self.source.about = self.about

@@ -101,34 +101,44 @@ class MixedTraining(LocalTraining):
     ):
         super().__init__(algo, run, env, model, config, home)
         try:
-            rewards = RewardTransform(env, 1, 1.0)
-            if not self.experience.mixes or rewards.normalize:
-                raise ConfigError(
-                    f"--data-share {data.share}: rows of files go into batches that are replayed, with rewards as they "
-                    f"are: use DQN, SAC, GAIL or the like (not {run.algorithm}), without env.normalize_rewards"
-                )
-            files = open_files(data, env)
-            source = FileSource(files, self.spec.layout, reads_itself=True, rewards=rewards.clipped)
-            assert data.share is not None
-            self.experience.mix_with(source, data.share, data.memory_mb * 1_000_000, run.seed)
-            if data.pretrain:
-                if not isinstance(self.experience, Replay):
-                    raise ConfigError(
-                        f"data.pretrain: {run.algorithm} learns from rollouts beside the files, not from files alone: "
-                        "leave it out, or start with a cloned policy (--run BC --data FILES, then --init-from)"
-                    )
-                self.experience.files_first = data.pretrain
+            mix_files(self.experience, run, env, data)
         except BaseException:
             self.close()
             raise
 
 
-def open_files(data: DataConfig, env: EnvConfig) -> Any:
-    """The data set of a config. Its spaces are an environment's where one is named, else those of `data.obs` and
-    `data.actions`, else those that the files say."""
+def mix_files(
+    experience: Experience, run: RunConfig, env: EnvConfig, data: DataConfig, spec: EnvSpec | None = None
+) -> None:
+    """Have a share of every batch come from files. `spec`: the spaces of what is played, where that is no environment
+    of ours."""
+    rewards = RewardTransform(env, 1, 1.0)
+    if not experience.mixes or rewards.normalize:
+        raise ConfigError(
+            f"--data-share {data.share}: rows of files go into batches that are replayed, with rewards as they "
+            f"are: use DQN, SAC, GAIL or the like (not {run.algorithm}), without env.normalize_rewards"
+        )
+    files = open_files(data, env, spec)
+    files.all_legal = spec is not None
+    source = FileSource(files, files.spec.layout, reads_itself=True, rewards=rewards.clipped)
+    assert data.share is not None
+    experience.mix_with(source, data.share, data.memory_mb * 1_000_000, run.seed)
+    if data.pretrain:
+        if not isinstance(experience, Replay):
+            raise ConfigError(
+                f"data.pretrain: {run.algorithm} learns from rollouts beside the files, not from files alone: "
+                "leave it out, or start with a cloned policy (--run BC --data FILES, then --init-from)"
+            )
+        experience.files_first = data.pretrain
+
+
+def open_files(data: DataConfig, env: EnvConfig, spec: EnvSpec | None = None) -> Any:
+    """The data set of a config. Its spaces are `spec`, an environment's where one is named, else those of `data.obs`
+    and `data.actions`, else those that the files say."""
     if not data.files:
         raise ConfigError("data.files is empty: say which files to learn from, --data FILES (data=)")
-    spec = agent_spec(env) if env.id != ID else None
+    if spec is None and env.id != ID:
+        spec = agent_spec(env)
     if spec is None and not (data.obs is None and data.actions is None):
         spec = given_spec(data.obs, data.actions)
     files = open_data(data.files, spec, data.skip_broken)

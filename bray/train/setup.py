@@ -62,10 +62,12 @@ def set_up(
     has_files = any("data" in source.values for source in given)
     mixes = has_files and any({**s.values, **s.values.get("data", {})}.get("share") is not None for s in given)
     from_files = has_files and not mixes
-    if mixes and env is None:
-        raise ConfigError("--data-share mixes what is played with files: name what is played, --env ENV (env=)")
-    if live and has_files:
-        raise ConfigError("an experiment learns from live games or from files, not from both")
+    if mixes and env is None and not live:
+        raise ConfigError(
+            "--data-share mixes what is played with files: name what is played, --env ENV (env=) or --live (live=True)"
+        )
+    if live and from_files:
+        raise ConfigError("live games and files beside them: say which share of a batch is of files, --data-share 0.5")
     if env is None and (live or from_files):
         env = LIVE if live else FILES
     if run is None or env is None:

@@ -241,6 +241,23 @@ def test_episodes_that_no_such_game_has_are_refused(change, message, tmp_path):
         _ = data[1]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"obs": {"x": np.zeros((7, 2), np.float32)}}, r"obs of all its steps: expected the parts \['x', 'n'\], got"),
+        ({"obs": np.zeros((7, 3), np.float32)}, r"obs of all its steps: expected the parts \['x', 'n'\], got an array"),
+        ({"action": {"a": np.zeros(6, int)}}, r"action of all its steps: expected the parts \[0, 1\], got the parts"),
+    ],
+)
+def test_wrong_keys_are_said_with_file_and_episode(change, message, tmp_path):
+    obs = {"x": np.zeros((7, 2), np.float32), "n": np.zeros(7, int)}
+    right = {**EPISODES[3], "obs": obs, "action": (np.zeros(6, int), np.zeros((6, 1), np.float32))}
+    data = open_data(write("ours", tmp_path / "a", [right, {**right, **change}], PARTS))
+    assert set(data[0]["obs"]) == {"x", "n"}
+    with pytest.raises(DataError, match=f"episodes.*, episode 1: {message}"):
+        _ = data[1]
+
+
 def test_actions_outside_of_a_box_are_refused_but_not_a_rounded_edge(tmp_path):
     actions = np.zeros((6, 2), np.float32)
     actions[3, 1] = np.nextafter(np.float32(1), np.float32(2))

@@ -26,6 +26,7 @@ import torch
 from bray import tree
 from bray.cli.main import main
 from bray.client import Client, ClientError
+from bray.data.files import write_episodes
 from bray.errors import ConfigError
 from bray.experiment import Experiment
 from bray.figures import read_results
@@ -871,6 +872,66 @@ def test_every_algorithm_with_a_policy_and_a_learner(tmp_path, run, actions, mor
         assert games[0].versions == sorted(games[0].versions)
     finally:
         exp.close()
+
+
+@pytest.mark.parametrize(
+    ("run", "more"),
+    [
+        ("DQN", {"learning_starts": 50, "batch_size": 16, "replay_size": 1000, "pretrain": 5}),
+        ("GAIL", {"rollout_length": 16, "minibatches": 1, "rows": 64}),
+    ],
+)
+@pytest.mark.parametrize("masked", [True, False])
+def test_files_are_learnt_from_beside_live_games(tmp_path, run, more, masked):
+    """Also those that do not say what was legal."""
+    obs = np.random.default_rng(0).standard_normal((41, 2)).astype(np.float32)
+    mask = {"action_mask": np.tile(np.int8([0, 1]), (41, 1))} if masked else {}
+    ends = {"terminated": np.arange(40) == 39, "truncated": np.zeros(40, bool)}
+    shown = {"obs": {"obs": obs, **mask} if masked else obs, "action": np.ones(40, int), "reward": np.ones(40), **ends}
+    write_episodes(tmp_path / "files" / "episodes", [shown])
+    exp = Experiment(
+        run=run,
+        live=True,
+        config={"live": {"port": 0, "obs": "float32[2]", "actions": 2}, "share": 0.5, **more},
+        data=tmp_path / "files",
+        path=tmp_path / "run",
+    )
+    seen, learner = [], exp.training.learner
+    learn = learner.update
+
+    def update(batch, clock):
+        if run == "DQN":
+            seen.append(tree.map(lambda x: x[batch["demo"] == 1], batch["obs"]))
+        else:
+            seen.append(batch.demos["obs"])
+        return learn(batch, clock)
+
+    learner.update = update
+    try:
+        with playing(Sign(port_of(exp))) as games:
+            train(exp, games, learner_steps_total=12)
+    finally:
+        exp.close()
+    assert len(seen) > 1
+    if run == "DQN":
+        assert [len(x["obs"]) for x in seen[:6]] == [16] * 5 + [8]
+    files = {tuple(row) for row in obs.tolist()}
+    assert {tuple(row) for x in seen for row in x["obs"].tolist()} <= files
+    assert all((x["action_mask"] == ([0, 1] if masked else [1, 1])).all() for x in seen)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, "say which share of a batch is of files, --data-share 0.5"),
+        ({"share": 0.5}, r"use DQN, SAC, GAIL or the like \(not PPO\)"),
+    ],
+)
+def test_files_beside_live_games_are_refused_where_they_cannot_be(tmp_path, more, message):
+    write_episodes(tmp_path / "files" / "episodes", [])
+    given = {"run": "PPO", "live": True, "data": tmp_path / "files", "path": tmp_path / "run"} | more
+    with pytest.raises(ConfigError, match=message):
+        _ = Experiment(**given, config={"live": {"obs": "float32[2]", "actions": 2}}).training
 
 
 def test_dict_observations_and_masks_inside_them(tmp_path):
