@@ -1,10 +1,11 @@
-"""python -m benchmarks.offline CASE... --peer PYTHON [--steps 20000] [--seeds 0 1 2 3 4]
-python -m benchmarks.offline CASE... --peer PYTHON --speed [--turns 5]
+"""python -m benchmarks.offline CASE... --peer PYTHON [--steps 20000] [--seeds 0 1 2 3 4] [--device cuda]
+python -m benchmarks.offline CASE... --peer PYTHON --speed [--turns 5] [--device cuda]
 
 Bray beside d3rlpy 2.8 on the same files (`benchmarks.learning.demos`): scores after --steps gradient steps, of ten
 greedy episodes on the same seeds, in points (0 = random play, 100 = the script that made the good half of the data); or
-with --speed the gradient steps in a CPU second, by turns, one thread each. --peer is a Python that has d3rlpy 2.8.1 and
-our torch, in an environment of its own: it wants gymnasium 1.0.
+with --speed the gradient steps in a second, by turns, one thread each: a CPU second, or with --device cuda one of the
+clock, with `compile_graph=True` on their side. --peer is a Python that has d3rlpy 2.8.1 and our torch, in an
+environment of its own: it wants gymnasium 1.0.
 
 Both sides have networks of 256 x 256, batches of 256 and a discount of 0.99; all else are the defaults of each.
 """
@@ -51,12 +52,19 @@ TURN = 50
 """Gradient steps of a turn."""
 
 
+def synchronized() -> float:
+    """The time when all is done that the GPU was asked for."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Ours:
     """A run of ours that does as it is told."""
 
-    def __init__(self, run: str, env: str, files: Path, seed: int, folder: Path):
+    def __init__(self, run: str, env: str, files: Path, seed: int, device: str, folder: Path):
         gamma = {} if run == "BC" else {"gamma": 0.99}
-        config = {**SAME, **gamma, "threads": 1, "save_figure": False}
+        config = {**SAME, **gamma, "threads": 1, "save_figure": False, "device": device}
+        self.clock = time.process_time if device == "cpu" else synchronized
         self.exp = Experiment(run, env, data=files, path=folder / f"run-{seed}", seed=seed, config=config)
         self.env = gym.make(env)
         side = self.exp.training.side
@@ -65,12 +73,12 @@ class Ours:
             self.exp.training.gather()
 
     def steps(self, count: int) -> float:
-        start = time.process_time()
+        start = self.clock()
         for _ in range(count):
             batch = self.experience.next(Clock())
             assert batch is not None
             self.learner.update(self.learner.prepare(batch.data), Clock())
-        return time.process_time() - start
+        return self.clock() - start
 
     def play(self, seeds: range) -> list[float]:
         return [self._episode(seed) for seed in seeds]
@@ -86,12 +94,11 @@ class Ours:
 class Peer:
     """The same of d3rlpy, in its own process."""
 
-    def __init__(self, python: str, run: str, env: str, rows: Path, seed: int):
-        words = [python, str(SCRIPT), run, env, str(rows), str(seed)]
+    def __init__(self, python: str, run: str, env: str, rows: Path, seed: int, device: str):
+        words = [python, str(SCRIPT), run, env, str(rows), str(seed), device]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-        quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet, text=True, env=environment
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self._answer()
 
@@ -109,7 +116,7 @@ class Peer:
         return self._answer()
 
     def steps(self, count: int) -> float:
-        return float(self.ask(f"steps {count}")["cpu_s"])
+        return float(self.ask(f"steps {count}")["seconds"])
 
     def play(self, seeds: range) -> list[float]:
         return list(self.ask(f"play {' '.join(map(str, seeds))}")["returns"])
@@ -129,39 +136,40 @@ def as_npz(files: Path, out: Path) -> Path:
 
 
 @contextmanager
-def both(case: str, python: str, seed: int) -> Iterator[tuple[Ours, Peer]]:
+def both(case: str, python: str, seed: int, device: str) -> Iterator[tuple[Ours, Peer]]:
     run, env, data = CASES[case]
     files = demos.made(data)
     with tempfile.TemporaryDirectory() as folder:
-        peer = Peer(python, run, env, as_npz(files, Path(folder) / "rows.npz"), seed)
+        peer = Peer(python, run, env, as_npz(files, Path(folder) / "rows.npz"), seed, device)
         try:
-            yield Ours(run, env, files, seed, Path(folder)), peer
+            yield Ours(run, env, files, seed, device, Path(folder)), peer
         finally:
             peer.process.kill()
             peer.process.wait()
 
 
-def speed(case: str, python: str, turns: int) -> dict[str, Any]:
-    """Gradient steps in a CPU second: the median of the turns, after one to warm up."""
-    with both(case, python, 0) as sides:
+def speed(case: str, python: str, turns: int, device: str) -> dict[str, Any]:
+    """Gradient steps in a second: the median of the turns, after one to warm up."""
+    with both(case, python, 0, device) as sides:
         rates = [[TURN / side.steps(TURN) for side in sides] for _ in range(turns + 1)][1:]
     ours, theirs = np.median(rates, 0).tolist()
     ratio = float(np.median([mine / other for mine, other in rates]))
-    return {"case": case, "bray": round(ours), "d3rlpy": round(theirs), "ratio": round(ratio, 2)}
+    rounded = {"bray": round(ours, 1), "d3rlpy": round(theirs, 1), "ratio": round(ratio, 2)}
+    return {"case": case, "device": device, **rounded}
 
 
-def score(case: str, python: str, steps: int, seeds: list[int]) -> dict[str, Any]:
+def score(case: str, python: str, steps: int, seeds: list[int], device: str) -> dict[str, Any]:
     """Points of each seed, and how far our mean is above d3rlpy's."""
     low, high = POINTS[CASES[case][1]]
     points: tuple[list[float], list[float]] = ([], [])
     for seed in seeds:
-        with both(case, python, seed) as sides:
+        with both(case, python, seed, device) as sides:
             for found, side in zip(points, sides, strict=True):
                 side.steps(steps)
                 found.append(round(100.0 * (float(np.mean(side.play(EPISODES))) - low) / (high - low), 1))
         print(json.dumps({"case": case, "seed": seed, "bray": points[0][-1], "d3rlpy": points[1][-1]}), flush=True)
     above = round(float(np.mean(points[0]) - np.mean(points[1])), 1)
-    return {"case": case, "steps": steps, "bray": points[0], "d3rlpy": points[1], "above": above}
+    return {"case": case, "steps": steps, "device": device, "bray": points[0], "d3rlpy": points[1], "above": above}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -172,10 +180,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     for case in args.cases or CASES:
-        found = speed(case, args.peer, args.turns) if args.speed else score(case, args.peer, args.steps, args.seeds)
+        if args.speed:
+            found = speed(case, args.peer, args.turns, args.device)
+        else:
+            found = score(case, args.peer, args.steps, args.seeds, args.device)
         print(json.dumps(found), flush=True)
 
 
