@@ -198,9 +198,12 @@ class League:
             player = self.players[names[self._next % len(names)]]
             mine = self.agents[int(rng.integers(len(self.agents)))]
             seats = {a: player.me if a == mine else self._opponent(player, rng) for a in self.agents}
-        job = Job(self._next, seats)
+        return self.open(seats)
+
+    def open(self, seats: Mapping[str, PlayerRef]) -> Job:
+        """A match of these players: it is under way from now on."""
+        job = self._open[self._next] = Job(self._next, dict(seats))
         self._next += 1
-        self._open[job.id] = job
         return job
 
     def _opponent(self, player: Player, rng: np.random.Generator) -> PlayerRef:

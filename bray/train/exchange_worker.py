@@ -151,7 +151,7 @@ class ExchangeWorker:
                         continue
                     known = newest
                 clock, returns = Clock(said.env_steps, said.version), Moments.saved(said.returns)
-                (piece,), counts, seconds, metrics, news, _ = sampler.play(weights, clock, returns)
+                (piece,), counts, seconds, metrics, news, *_ = sampler.play(weights, clock, returns)
                 episodes = [(float(total), int(length)) for total, length in counts.episodes]
                 about = About(counts.env_steps, episodes, metrics, news.numbers, seconds)
                 self.folder.put(self.folder.data / f"{presence.name}-{number}", about, arrays_of(piece))

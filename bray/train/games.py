@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.act import GREEDY, Clock
+from bray.act import GREEDY
 from bray.algos import algo_name
-from bray.data.experience import Counts, Replay
-from bray.data.piece import Piece, side_by_side
+from bray.data.experience import Replay
 from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
@@ -38,17 +37,19 @@ from bray.train.config import RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver
 from bray.train.evaluate import EVAL_SEED, LONGEST, eval_config, summarize
+from bray.train.game_workers import GameWorkers, versions_of, weights_of
 from bray.train.local import check_inference, make_side
+from bray.train.matches import LeagueSeats, Snapshots
 from bray.train.mcts import SearchSeats
 from bray.train.opponents import FIRST, SpielBotSeats, load_opponent
 from bray.train.policies import encoder_owners, owners_first
 from bray.train.processes import Processes
-from bray.train.sampler import GamePlan, Played, SidePlan
-from bray.train.self_play import LeagueSeats, LeagueSource, RunLeague, Snapshots
+from bray.train.sampler import GamePlan, SidePlan
+from bray.train.self_play import LeagueSource, LeagueWorkers, RunLeague, SentLeague
 from bray.train.setup import Setup
 from bray.train.side import Side
-from bray.train.table import Match, MatchNumbers, SeatRollout, TableSource, outcome, shares
-from bray.train.workers import Home, WorkerSource
+from bray.train.table import Match, SeatRollout, TableSource, outcome, shares
+from bray.train.workers import Home
 
 logger = logging.getLogger("bray")
 
@@ -65,70 +66,9 @@ def side_of(run: RunConfig, policy: str) -> str:
     return policy if run.self_play is None else DEFAULT
 
 
-class GameWorkers(WorkerSource):
-    """Rollout workers that play games of several agents: in rounds, unless all who learn do so from what older weights
-    did."""
-
-    def __init__(
-        self, plan: GamePlan, home: Home, sides: Mapping[str, Side], told: Callable[[], Any], asynchronous: bool
-    ):
-        """told: what workers are told of all sides"""
-        self._numbers, self._sides, self._told = MatchNumbers(), sides, told
-        super().__init__(plan, home, told, asynchronous)
-
-    def publish(self, side: str, weights: Any, clock: Clock) -> None:
-        super().publish(side, self._told, clock)
-
-    def _pieces(self, came: list[tuple[int, Played]]) -> list[Piece]:
-        """In rounds, a side's pieces side by side where its seats were level in all workers, as in one process."""
-        out: list[Piece] = []
-        for name in self._sides:
-            mine = [piece for _, played in came for piece in played.pieces if piece.side == name]
-            if not self.asynchronous and mine and all(piece.stream is None for piece in mine):
-                out.append(side_by_side(mine))
-            else:
-                out += [piece if piece.stream is not None or self.asynchronous else _apart(piece) for piece in mine]
-        return out
-
-    def _count(self, came: list[tuple[int, Played]]) -> Counts:
-        for _, played in came:
-            self._numbers.add(played.matches)
-        return super()._count(came)
-
-    def numbers(self) -> dict[str, float]:
-        return super().numbers() | self._numbers.row()
-
-    def get_state(self, midway: bool = False) -> dict[str, Any]:
-        state = super().get_state(midway)
-        state["json"]["matches"] = self._numbers.get_state()
-        return state
-
-    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
-        self._numbers.set_state(state["json"].get("matches", "{}"))
-        return super().set_state(state, clock)
-
-
-def weights_of(sides: Mapping[str, Side]) -> dict[str, np.ndarray]:
-    """Of all sides, as `GameSampler.play` reads them."""
-    out: dict[str, np.ndarray] = {}
-    for name, side in sides.items():
-        out |= {f"{name}/{k}": x for k, x in side.weights_now().items()}
-    return out | versions_of(sides)
-
-
-def versions_of(sides: Mapping[str, Side]) -> dict[str, np.ndarray]:
-    """As `weights_of`, where workers have no Models."""
-    return {f"{name}/": np.array(side.version, np.int64) for name, side in sides.items()}
-
-
 def _rows(side: Side) -> int | None:
     """Of a piece of this side; None where nobody learns from them."""
     return None if side.learner is None else side.experience.piece_length or 1
-
-
-def _apart(piece: Piece) -> Piece:
-    """Columns that are level here, where they are not in another worker: each of a game by itself."""
-    return dataclasses.replace(piece, stream=np.arange(piece.num_envs))
 
 
 class GameTraining(Driver):
@@ -255,7 +195,10 @@ class GameTraining(Driver):
         self.central = self._inference_for(sides)
         told = partial(weights_of if self.central is None else versions_of, sides)
         at_home = Processes(told(), self.central) if home is None else home()
-        return GameWorkers(plan, at_home, sides, told, asynchronous)
+        if run.self_play is None:
+            return GameWorkers(plan, at_home, sides, told, asynchronous)
+        self.league = league = SentLeague(sides, self.agents, run)
+        return LeagueWorkers(plan, at_home, sides, told, asynchronous, league=league)
 
     def _inference_for(self, sides: Mapping[str, Side]) -> CentralServers | None:
         run = self.run_config
@@ -322,8 +265,6 @@ def _check(run: RunConfig, env: EnvConfig) -> None:
 
 def check_league(run: RunConfig) -> None:
     """Refuse what does not go with a league."""
-    if run.workers:
-        raise ConfigError(f"run.self_play plays here: leave num_workers={run.workers} out (num_workers=0)")
     if len(run.policies) == 1:
         raise ConfigError(
             "run.self_play: a league has several policies, and one plays itself without them: leave policies out"

@@ -102,8 +102,7 @@ class LiveLeague(RunLeague):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Games have gone on since the checkpoint: all their results count."""
         with self.lock:
-            self.league.restart(state)
-            self.set_own_state(state)
+            self.restart(state)
 
 
 class Players:
@@ -313,6 +312,8 @@ class LiveLeagueTraining(LiveTraining):
     def _play(self, sides: Mapping[str, Side]) -> LeagueGames:
         run = self.run_config
         check_league(run)
+        if run.workers:
+            raise ConfigError(f"games that call are played elsewhere: leave num_workers={run.workers} out")
         agents = live_agents(self.live, self.env_config)
         return LeagueGames(sides, self.spec, agents, self.live, self.env_config, run)
 

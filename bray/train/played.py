@@ -71,6 +71,8 @@ class PlayedSource(Source):
             self.returns.add(played.returns)  # in the order of the workers: rounds repeat to the last bit
         steps = sum(played.counts.env_steps for _, played in came)
         agent_steps = sum(played.counts.agent_steps for _, played in came)
+        # where nothing was due to be learnt from them nobody publishes, and time goes on all the same
+        self._clock = self._clock._replace(env_steps=self._clock.env_steps + steps)
         return Counts(steps, tuple(e for _, p in came for e in p.counts.episodes), agent_steps=agent_steps)
 
     def learns(self, piece: Piece, version: int) -> None:

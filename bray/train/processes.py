@@ -136,7 +136,7 @@ def serve_player(conn: Connection, feed: SharedFeed, line: Any, told: bytes, pat
             try:
                 if method == "play":
                     newest = feed.read()
-                    played = sampler.play(newest.weights, newest.clock, returns=arguments[-1])
+                    played = sampler.play(newest.weights, newest.clock, *arguments[2:])
                     result: Any = played._replace(pieces=memory.write(played.pieces))
                 else:
                     result = getattr(sampler, method)(*arguments)

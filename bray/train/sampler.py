@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from bray.data.piece import Piece, side_by_side
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.rewards import Moments, RewardTransform
-from bray.envs.table import ALL_ONE, Seating
+from bray.envs.table import ALL_ONE, DEFAULT, Seating
 from bray.envs.vector import VecEnv, episode_seed
 from bray.inference.torch_engine import load_weights
 from bray.metrics.spent import WEIGHTS, Cores, Laps
@@ -28,6 +29,7 @@ from bray.train.callbacks import CallbackList
 from bray.train.central import Answers, CentralEngine, Line
 from bray.train.config import RunConfig
 from bray.train.machine import cores
+from bray.train.matches import Deal, Dealt, LeagueSeats, MatchSource, Snapshots, Told
 from bray.train.output import EpisodeOutput
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.source import RolloutWorker
@@ -80,6 +82,8 @@ class Played(NamedTuple):
     """Of its returns, where rewards are normalised by them (`RewardTransform`)."""
     matches: tuple[Match, ...] = ()
     """Games of several agents that ended."""
+    told: Told | None = None
+    """What is told of a league."""
 
 
 class Sampler:
@@ -238,16 +242,20 @@ class GameSampler:
         env = make_vec(plan.env, seed=plan.seed, worker_index=plan.index, threads=threads, seating=plan.seating)
         games, total = env.num_envs, plan.run.workers * env.num_envs
         self.models: dict[str, Any] = {}
-        seats: dict[str, SeatRollout] = {}
+        league, seats, snapshots = plan.run.self_play, {}, {}
         for i, (name, of) in enumerate(plan.sides.items()):
-            side = env.spec.sides[name]
+            side = env.spec.sides[name if league is None else DEFAULT]
             model = self.models[name] = of.algo.make_model(of.config, side.spec, of.model)
             policy = of.algo.Policy(of.config, side.spec)
             policy.draws = getattr(model, "draws", None) or {}
+            make: Any = SeatRollout
+            if league is not None:
+                snapshots[name] = Snapshots(name, model, policy, league.pool + 1, plan.run.record)
+                make = partial(LeagueSeats, snapshots=snapshots[name])
             mine = range((plan.index - 1) * games * side.seats, plan.index * games * side.seats)
             policy.seat(mine.start, len(mine), total * side.seats)
             rewards = RewardTransform(plan.env, len(mine), getattr(of.config, "gamma", 1.0))
-            seats[name] = SeatRollout(
+            seats[name] = make(
                 name,
                 side,
                 games,
@@ -262,7 +270,9 @@ class GameSampler:
                 record=plan.run.record,
             )
             seats[name].first_seat = mine.start
-        self.source = TableSource(env, seats, env.spec.agents)
+        self._dealt = Dealt(snapshots)
+        deals: Any = TableSource if league is None else partial(MatchSource, deals=self._dealt)
+        self.source: TableSource = deals(env, seats, env.spec.agents)
         self.source.worker_index = plan.index
         self.source.reset()
         self.laps, self._cores = Laps(), Cores(every=0.1)
@@ -273,12 +283,16 @@ class GameSampler:
             return acting_engine(model, policy, self._plan.run.record)
         return CentralEngine(line, 0, Answers(line), self._plan.life)
 
-    def play(self, weights: Mapping[str, np.ndarray], clock: Clock, returns: Moments) -> Played:
-        """Games with these weights, until one side has a piece."""
+    def play(
+        self, weights: Mapping[str, np.ndarray], clock: Clock, returns: Moments, deal: Deal | None = None
+    ) -> Played:
+        """Games with these weights, until one side has a piece. In a league they are the matches that it is dealt."""
         self.laps.lap("idle")
+        if deal is not None:
+            self._dealt.take(deal)
         for name, seat in self.source.seats.items():
             mine = {k.removeprefix(f"{name}/"): x for k, x in weights.items() if k.startswith(f"{name}/")}
-            seat.version = int(mine.pop(""))
+            seat.version, seat.env_steps = int(mine.pop("")), self.source.env_steps
             if name not in self._lines:
                 load_weights(self.models[name], mine)
             seat.set_clock(Clock(clock.env_steps, seat.version))
@@ -289,7 +303,8 @@ class GameSampler:
         spent["other"] -= sum(played.values())
         spent["transfer"] = spent.get("transfer", 0.0) + spent[WEIGHTS]
         metrics = self.source.ended_metrics()
-        return Played(pieces, counts, spent | self._cores.take(), metrics, Moments(), tuple(self.source.ended))
+        told = None if deal is None else self._dealt.tell()
+        return Played(pieces, counts, spent | self._cores.take(), metrics, Moments(), tuple(self.source.ended), told)
 
     def watch(self, callbacks: bytes) -> None:
         self.source.watch(pickle.loads(callbacks))  # our own bytes, from our own parent
@@ -313,6 +328,7 @@ class GameSampler:
         seed = episode_seed(self._plan.run.seed, self._plan.index, 1 + clock.env_steps)
         for i, seat in enumerate(self.source.seats.values()):
             seat.rng = np.random.default_rng([seed, i])
+        self._dealt.clear()
         self.source.reset(seed)
 
     def close(self) -> None:

@@ -5,44 +5,46 @@
     a game ends       its result goes to the league's log, and the next job is drawn
     an update         the league says whether the weights are frozen now
 
+With rollout workers the process that learns has the league: a question brings a worker jobs, and weights of snapshots
+that it does not have; its answer brings the results.
+
 All policies sit at the same side of the table, each at the seats that the job gives it. Only seats of policies that
 learn have rows. Snapshots are copies of weights in the run directory, beside those of its checkpoints, and stay there.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import nn
 
-from bray import tree
-from bray.act import SAMPLE, TRAINED, Clock, Tick, decide_now
-from bray.capture import Record
+from bray.act import Clock
 from bray.data.experience import Counts
 from bray.data.piece import Piece
+from bray.envs.process import Lost
 from bray.envs.table import DEFAULT
 from bray.envs.vector import VecEnv
 from bray.errors import CheckpointError
-from bray.inference.torch_engine import load_weights
 from bray.league import IN_RUN, Job, League, Outcome, PlayerRef, Rating, ResultLog, make_players
 from bray.metrics.rows import side_key
 from bray.rundir import RunDir
-from bray.train.acting import ActingPolicy, player_of
+from bray.train.acting import ActingPolicy
 from bray.train.config import RunConfig
+from bray.train.game_workers import GameWorkers
+from bray.train.matches import Deal, LeagueSeats, MatchSource, Snapshots, jobs_in, snapshots_of
 from bray.train.opponents import FIRST
-from bray.train.rollout import zeroed
+from bray.train.sampler import Played
 from bray.train.side import Side
-from bray.train.table import WINDOW, SeatRollout, TableSource, Turn, outcome, shares
+from bray.train.table import WINDOW, outcome, shares
+from bray.train.workers import Seat
 
 logger = logging.getLogger("bray")
 
-LIVE, ELSEWHERE = -1, -2
-"""In the place of a snapshot's version: the weights that learn; nobody of this policy."""
+KEPT = 64
+"""Snapshots whose weights a worker keeps, and the process that learns for those that do not have them yet."""
 
 
 def players_of(run: RunConfig) -> dict[str, Any]:
@@ -51,147 +53,6 @@ def players_of(run: RunConfig) -> dict[str, Any]:
         return {DEFAULT: "self_play"}
     said = {name: own.get("player") if isinstance(own, Mapping) else None for name, own in run.policies.items()}
     return {name: player or "main" for name, player in said.items()}
-
-
-class Snapshots:
-    """Copies of a policy's weights, by their version; those that play have a Model of their own."""
-
-    def __init__(self, name: str, model: nn.Module, policy: Any, most: int, record: Record = True):
-        """most: Models at once. To be made before the policy is told which seats are its own."""
-        self._policy = copy.deepcopy(policy)
-        self._name, self._model, self._most, self._record = name, model, most, record
-        self._players: OrderedDict[int, ActingPolicy] = OrderedDict()
-        self._unsaved: dict[int, Mapping[str, np.ndarray]] = {}
-        self._directory: RunDir | None = None
-
-    def keep_in(self, directory: RunDir) -> None:
-        self._directory = directory
-        for version, weights in self._unsaved.items():
-            self._save(version, weights)
-        self._unsaved = {}
-
-    def add(self, version: int, weights: Mapping[str, np.ndarray]) -> None:
-        self._players.pop(version, None)
-        if self._directory is None:
-            self._unsaved[version] = {name: np.array(x) for name, x in weights.items()}
-        else:
-            self._save(version, weights)
-
-    def _save(self, version: int, weights: Mapping[str, np.ndarray]) -> None:
-        assert self._directory is not None
-        self._directory.save_weights(version, weights, self._name)
-        self._directory.protect(version, self._name)
-
-    def weights(self, version: int) -> Mapping[str, np.ndarray]:
-        """CheckpointError where they are gone."""
-        if version in self._unsaved:
-            return self._unsaved[version]
-        if self._directory is None:
-            raise CheckpointError(f"there are no weights of {self._name}, step {version}")
-        return self._directory.load_weights(version, self._name)
-
-    def player(self, version: int) -> ActingPolicy:
-        """Who plays by these weights."""
-        if version not in self._players:
-            weights = self.weights(version)
-            full = len(self._players) >= self._most
-            player = self._players.popitem(last=False)[1] if full else self._new_player()
-            load_weights(player.engine.model, weights)
-            self._players[version] = player
-        self._players.move_to_end(version)
-        return self._players[version]
-
-    def _new_player(self) -> ActingPolicy:
-        return player_of(copy.deepcopy(self._model), self._policy, self._record, SAMPLE)
-
-
-class LeagueSeats(SeatRollout):
-    """The seats of one policy: of those that a job gives it, some are its snapshots'."""
-
-    def __init__(self, *args: Any, snapshots: Snapshots, **more: Any):
-        super().__init__(*args, **more)
-        n = self.num_seats
-        self._snapshots = snapshots
-        self._version_of = np.full(n, LIVE, np.int64)
-        self._others = np.zeros(n, bool)  # seats of snapshots that decide next
-        self._began = np.zeros(n, bool)  # those that have decided in this game
-        self._draws = self.rng.spawn(1)[0]
-
-    def deal(self, game: int, versions: Sequence[int]) -> None:
-        """Who sits where in the game that begins."""
-        n = self.num_seats // self.games
-        self._version_of[game * n : (game + 1) * n] = versions
-
-    def player_at(self, row: int) -> str | None:
-        version = int(self._version_of[row])
-        return None if version == ELSEWHERE else str(PlayerRef(self.name, None if version == LIVE else version))
-
-    @property
-    def mine(self) -> np.ndarray:
-        """The seats that this policy decides for, as it is or as it was."""
-        return np.flatnonzero(self._version_of != ELSEWHERE)
-
-    def begin(self) -> None:
-        """All games are at their first observation, and it is known who plays."""
-        live = self._version_of == LIVE
-        self._others, self._began[:] = self.acts & (self._version_of >= 0), False
-        self.acts = self.acts & live
-
-    def decide(self) -> Any:
-        actions = super().decide()
-        who = np.flatnonzero(self._others)
-        if not len(who):
-            return actions
-        actions = tree.map(np.array, actions)
-        for version in np.unique(self._version_of[who]).tolist():
-            self._decide_by(version, who[self._version_of[who] == version], actions)
-        self._began[who] = True
-        return actions
-
-    def _decide_by(self, version: int, who: np.ndarray, actions: Any) -> None:
-        """These seats by the weights of a snapshot. Their number is filled up to one of a few, each of which is
-        recorded once."""
-        rows = np.resize(who, min(self.num_seats, 1 << (len(who) - 1).bit_length()))
-        player, first = self._snapshots.player(version), ~self._began[rows]
-        obs = self.env.spec.acting(tree.map(lambda x: x[rows], self.obs))
-        state = None if self.state is None else zeroed(tree.map(lambda x: x[rows], self.state), first)
-        deciding = player.policy.decide(Tick(obs, None, first), state, self._draws, SAMPLE, TRAINED)
-        decision = decide_now(deciding, player.engine.forward)
-
-        def put(to: np.ndarray, of: np.ndarray) -> None:
-            to[who] = of[: len(who)]
-
-        tree.map(put, actions, decision.action)
-        if self.state is not None:
-            self.state = tree.map(np.array, self.state)
-            tree.map(put, self.state, decision.carry)
-
-    def take(self, turn: Turn, over: Any) -> None:
-        live = self._version_of == LIVE
-        acts, ended = turn.acts, turn.terminated | turn.truncated
-        if over is not None:
-            acts, ended = acts & ~over, ended | over
-        self._others = acts & (self._version_of >= 0)
-        self._began &= ~ended
-        super().take(turn._replace(acts=turn.acts & live), over)
-
-    def seat_state(self) -> dict[str, Any]:
-        state = super().seat_state()
-        state["arrays"] |= {
-            "version_of": self._version_of.copy(),
-            "others": self._others.copy(),
-            "began": self._began.copy(),
-        }
-        state["json"]["draws"] = self._draws.bit_generator.state
-        return state
-
-    def set_seat_state(self, state: Mapping[str, Any], exact: bool) -> None:
-        super().set_seat_state(state, exact)
-        self._draws.bit_generator.state = state["json"]["draws"]
-        if exact:
-            arrays = state["arrays"]
-            self._version_of = np.array(arrays["version_of"])
-            self._others, self._began = np.array(arrays["others"]), np.array(arrays["began"])
 
 
 class RunLeague:
@@ -215,6 +76,8 @@ class RunLeague:
         for snapshots in self.snapshots.values():
             snapshots.keep_in(directory)
 
+    has_jobs = True
+
     def draw(self) -> Job:
         """A match of players that can play."""
         job = self.league.job(self._rng)
@@ -222,6 +85,13 @@ class RunLeague:
             self.league.drop(job.id)
             job = self.league.job(self._rng)
         return job
+
+    def job_of(self, id: int) -> Job:
+        """That is under way."""
+        return Job(id, self.league.seats(id))
+
+    def drop(self, id: int) -> None:
+        self.league.drop(id)
 
     def finish(self, job: Job, match: Any) -> bool:
         """A match has ended as this game did; whether its result counts."""
@@ -307,61 +177,27 @@ class RunLeague:
         self.league.set_state(state)
         self.set_own_state(state)
 
+    def restart(self, state: Mapping[str, Any]) -> None:
+        """Go on behind a state that is older than the log: all of its results count."""
+        self.league.restart(state)
+        self.set_own_state(state)
+
     def set_own_state(self, state: Mapping[str, Any]) -> None:
         """All but the league's."""
         self._rng.bit_generator.state = state["rng"]
         for name, outcomes in state["newest"].items():
-            self._newest[name].extend(map(int, outcomes))
+            self._newest[name] = deque(map(int, outcomes), WINDOW)
 
     def close(self) -> None:
         self.league.log.close()
 
 
-class LeagueSource(TableSource):
-    """Games of the players of a league, as it draws them."""
+class LeagueSource(MatchSource):
+    """Games of the players of a league, as it draws them, in this process."""
 
     def __init__(self, env: VecEnv, seats: Mapping[str, LeagueSeats], agents: Sequence[str], league: RunLeague):
         self.league = league
-        self._seats = dict(seats)
-        self._jobs: list[Job] = []
-        """The match of each game."""
-        self._resumes = False
-        super().__init__(env, seats, agents, DEFAULT)
-
-    def _begin(self, obs: Any) -> None:
-        super()._begin(obs)
-        if not self._resumes:
-            self._deal_all()
-
-    def _deal_all(self) -> None:
-        self._jobs = [self.league.draw() for _ in range(self.env.num_envs)]
-        for game in range(self.env.num_envs):
-            self._deal(game)
-        for seat in self._seats.values():
-            seat.begin()
-
-    def _deal(self, game: int) -> None:
-        """Tell all who sits where in the game that begins."""
-        seated = [self._jobs[game].seats[agent] for agent in self._names]
-        for name, seat in self._seats.items():
-            seat.deal(game, [_version_of(ref, name) for ref in seated])
-
-    def _decide(self) -> dict[str, Any]:
-        actions: Any = None
-        for seat in self._seats.values():
-            mine, chosen = seat.mine, seat.decide()
-            if actions is None:
-                actions = tree.map(np.array, chosen) if len(self._seats) > 1 else chosen
-                continue
-            tree.map(lambda to, of, mine=mine: to.__setitem__(mine, of[mine]), actions, chosen)
-        return {DEFAULT: actions}
-
-    def step(self) -> None:
-        super().step()
-        for match in self.matches:
-            self.league.finish(self._jobs[match.game], match)
-            self._jobs[match.game] = self.league.draw()
-            self._deal(match.game)
+        super().__init__(env, seats, agents, league)
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         self.league.freeze_first(self.env_steps)
@@ -378,29 +214,125 @@ class LeagueSource(TableSource):
     def numbers(self) -> dict[str, float]:
         return super().numbers() | self.league.numbers()
 
+
+class SentLeague(RunLeague):
+    """The league of a run whose matches are played by workers."""
+
+    def __init__(self, sides: Mapping[str, Side], agents: Sequence[str], run: RunConfig):
+        super().__init__(sides, agents, run)
+        self._newest_weights: OrderedDict[PlayerRef, Mapping[str, np.ndarray]] = OrderedDict()
+
+    def find(self, ref: PlayerRef) -> Mapping[str, np.ndarray]:
+        kept = self._newest_weights
+        if ref not in kept:
+            kept[ref] = self.snapshots[ref.side].weights(ref.step or 0)
+            if len(kept) > KEPT:
+                kept.popitem(last=False)
+        kept.move_to_end(ref)
+        return kept[ref]
+
+
+class LeagueWorkers(GameWorkers):
+    """Rollout workers that play the matches of a league. Each has some to play next; those of one that is lost are
+    given back, and played under other numbers."""
+
+    def __init__(self, *args: Any, league: SentLeague, **more: Any):
+        self.league = league
+        super().__init__(*args, **more)
+        n, games = len(self._seats), self.plan.env.num_envs
+        self._open: list[dict[int, Job]] = [{} for _ in range(n)]
+        """Of each worker, matches of which it has not told a result."""
+        self._ended = [games] * n
+        """Of each worker, matches that its last answer told."""
+        self._sits: list[frozenset[PlayerRef]] = [frozenset()] * n
+        """Of each worker, snapshots that sat in its games then."""
+        self._has: list[OrderedDict[PlayerRef, None]] = [OrderedDict() for _ in range(n)]
+        """Of each worker, snapshots whose weights it has."""
+
+    def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
+        self.league.freeze_first(self._clock.env_steps)
+        return super().gather(timeout)
+
+    def publish(self, side: str, weights: Any, clock: Clock) -> None:
+        super().publish(side, weights, clock)
+        self.league.freeze(side, clock)
+
+    def _question_for(self, seat: Seat) -> tuple[Any, ...]:
+        return *super()._question_for(seat), self._deal(seat.index, seat.under_way)
+
+    def _deal(self, w: int, questions: int) -> Deal:
+        """Matches for a worker: one more for each game, and as many as it may come to the end of."""
+        known, has = self._open[w], self._has[w]
+        most = self.plan.env.num_envs + (self._ended[w] * 5 // 4 + 1) * questions
+        jobs = [self.league.draw() for _ in range(most - len(known))]
+        known |= {job.id: job for job in jobs}
+        needed = self._sits[w].union(*map(snapshots_of, known.values()))
+        new = sorted(needed - has.keys())
+        for ref in sorted(needed):
+            has[ref] = None
+            has.move_to_end(ref)
+        forget = [ref for ref in [*has][: max(0, len(has) - KEPT)] if ref not in needed]
+        for ref in forget:
+            del has[ref]
+        return Deal(jobs, {ref: self.league.find(ref) for ref in new}, forget)
+
+    def _keep(self, w: int, played: Played) -> None:
+        assert played.told is not None
+        for job in played.told.ended:
+            self._open[w].pop(job.id, None)
+        self._ended[w], self._sits[w] = len(played.told.ended), played.told.snapshots
+        super()._keep(w, played)
+
+    def _count(self, came: list[tuple[int, Played]]) -> Counts:
+        """In the order of the workers, so that rounds repeat."""
+        for _, played in came:
+            assert played.told is not None
+            for job, match in zip(played.told.ended, played.matches, strict=True):
+                self.league.finish(job if job.id >= 0 else self.league.league.open(job.seats), match)
+        return super()._count(came)
+
+    def _replace(self, seat: Seat, why: Lost) -> None:
+        self._lose(seat.index)
+        super()._replace(seat, why)
+
+    def _lose(self, w: int) -> None:
+        """What a worker had is played by others."""
+        for id in self._open[w]:
+            self.league.league.give_back(id)
+        self._open[w], self._sits[w], self._has[w] = {}, frozenset(), OrderedDict()
+
+    def numbers(self) -> dict[str, float]:
+        return super().numbers() | self.league.numbers()
+
     def get_state(self, midway: bool = False) -> dict[str, Any]:
         state = super().get_state(midway)
-        state["json"]["league"] = self.league.get_state() | {"jobs": [job.id for job in self._jobs]}
+        state["json"] |= {"league": self.league.get_state(), "ended": list(self._ended)}
         return state
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
-        saved = state["json"]["league"]
-        self.league.set_state(saved)
-        jobs = [Job(id, self.league.league.seats(id)) for id in map(int, saved["jobs"])]
-        if not all(self.league.are_there(job) for job in jobs):
-            state = {**state, "json": {**state["json"], "env": None}}  # games that cannot go on begin anew
-        self._resumes = True
-        exact = super().set_state(state, clock)
-        self._resumes = False
-        if exact:
-            self._jobs = jobs
-        else:
-            for job in jobs:
-                self.league.league.drop(job.id)
-            self._deal_all()
-        return exact
+        """As it was, in rounds. Else games begin anew, and all results of the log count."""
+        plain = state["json"]
+        workers, saved = plain.get("workers") or (), plain["league"]
+        if len(workers) == len(self._seats):
+            self.league.set_state(saved)
+            if self._take_back(workers) and super().set_state(state, clock):
+                self._ended = list(map(int, plain["ended"]))
+                return True
+        for w in range(len(self._seats)):
+            self._lose(w)
+        self.league.restart(saved)
+        return super().set_state({**state, "json": {**plain, "workers": None}}, clock)
 
+    def _take_back(self, workers: Sequence[Mapping[str, Any]]) -> bool:
+        """The matches that workers had; whether all of their players are there."""
+        for w, state in enumerate(workers):
+            here = {job.id: job for part in ("open", "next") for job in jobs_in(state["league"][part])}
+            self._open[w] = {id: job for id, job in here.items() if id >= 0}
+            self._sits[w] = frozenset().union(*map(snapshots_of, here.values()))
+        return all(self.league.are_there(job) for jobs in self._open for job in jobs.values()) and all(
+            self.league.are_there(Job(-1, {str(ref): ref for ref in refs})) for refs in self._sits
+        )
 
-def _version_of(ref: PlayerRef, name: str) -> int:
-    """What `LeagueSeats.deal` is told of a seat."""
-    return ELSEWHERE if ref.side != name else LIVE if ref.step is None else ref.step
+    def close(self) -> None:
+        super().close()
+        self.league.close()

@@ -77,7 +77,7 @@ class Home(Protocol):
 
 
 @dataclass
-class _Seat:
+class Seat:
     """A worker, and what it was asked for."""
 
     index: int
@@ -113,11 +113,11 @@ class WorkerSource(PlayedSource):
         self._longest = 0.0
         self._watch: bytes | None = None
         self._calls = ReplayedCalls()
-        self._seats: list[_Seat] = []
+        self._seats: list[Seat] = []
         self._finalizer = Finalize(self, _close_all, (self._seats, home), exitpriority=10)
         try:
             for w in range(plan.run.workers):
-                self._seats.append(_Seat(w, self._start(w)))
+                self._seats.append(Seat(w, self._start(w)))
             for seat in self._seats:
                 seat.worker.started()
                 seat.starting = False
@@ -175,7 +175,10 @@ class WorkerSource(PlayedSource):
         self._news = False
         self._laps.lap(WEIGHTS)
 
-    def _ask_for_pieces(self, most: int, seats: Sequence[_Seat] | None = None) -> None:
+    def _question_for(self, seat: Seat) -> tuple[Any, ...]:
+        return self._question
+
+    def _ask_for_pieces(self, most: int, seats: Sequence[Seat] | None = None) -> None:
         """Ask until each worker has `most` pieces to play. `seats`: which workers; None = all."""
         for seat in self._seats if seats is None else seats:
             while seat.under_way < most:
@@ -184,7 +187,7 @@ class WorkerSource(PlayedSource):
                 if seat.starting:
                     continue  # it is asked when it is there
                 try:
-                    seat.worker.send(*self._question)
+                    seat.worker.send(*self._question_for(seat))
                 except Lost as e:
                     self._replace(seat, e)
 
@@ -206,7 +209,7 @@ class WorkerSource(PlayedSource):
                 self._replace(seat, e)
         self._laps.lap("transfer")
 
-    def _receive(self, seat: _Seat, keep: bool) -> None:
+    def _receive(self, seat: Seat, keep: bool) -> None:
         try:
             played: Played = seat.worker.receive(self._limit)
         except Lost:
@@ -229,12 +232,12 @@ class WorkerSource(PlayedSource):
     def _limit(self) -> float:
         return self.plan.run.worker_timeout_s or max(LEAST_S, SLOW * self._longest)
 
-    def _check_hung(self, seat: _Seat) -> None:
+    def _check_hung(self, seat: Seat) -> None:
         limit = max(self._limit, START_TIMEOUT) if seat.starting else self._limit
         if time.monotonic() - seat.since > limit:
             raise Lost(f"did not answer within {limit:g} s")
 
-    def _replace(self, seat: _Seat, why: Lost) -> None:
+    def _replace(self, seat: Seat, why: Lost) -> None:
         """Kill a worker and begin to start another one; the others play on meanwhile."""
         worker, w = seat.worker, seat.index
         end = worker.kill()
@@ -251,7 +254,7 @@ class WorkerSource(PlayedSource):
         if self._lanes is not None:
             self._lanes.cut(w)
 
-    def _welcome(self, seat: _Seat) -> None:
+    def _welcome(self, seat: Seat) -> None:
         """A replacement has started: make the lost worker's calls again (callbacks, functions of the user), and send
         it the questions that were under way."""
         seat.worker.started()
@@ -260,7 +263,7 @@ class WorkerSource(PlayedSource):
         for method, code in self._calls:
             self._ask(seat, method, code)
         for _ in range(seat.under_way):
-            seat.worker.send(*self._question)
+            seat.worker.send(*self._question_for(seat))
         seat.starting, seat.since = False, time.monotonic()
 
     # --- the rest of a Source
@@ -301,7 +304,7 @@ class WorkerSource(PlayedSource):
         self._calls.add(fn, (method, code), method)
         return answers
 
-    def _ask(self, seat: _Seat, method: str, *arguments: Any) -> Any:
+    def _ask(self, seat: Seat, method: str, *arguments: Any) -> Any:
         seat.worker.send(method, *arguments)
         return seat.worker.receive(max(self._limit, START_TIMEOUT))  # it may be the user's code, as a start is
 
@@ -314,7 +317,7 @@ class WorkerSource(PlayedSource):
             self._take(TURN_S, keep=True)
         return [self._ask_again(seat, method, *arguments) for seat in self._seats]
 
-    def _ask_again(self, seat: _Seat, method: str, *arguments: Any) -> Any:
+    def _ask_again(self, seat: Seat, method: str, *arguments: Any) -> Any:
         while True:
             try:
                 return self._ask(seat, method, *arguments)
@@ -388,7 +391,7 @@ def _code(value: Any, what: str) -> bytes:
         ) from e
 
 
-def _close_all(seats: list[_Seat], home: Home) -> None:
+def _close_all(seats: list[Seat], home: Home) -> None:
     for seat in seats:
         seat.worker.close()
     home.close()

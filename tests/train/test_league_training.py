@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -70,10 +72,11 @@ def always(side, action):
                 x[:] = torch.tensor([100.0 if i == action else 0.0 for i in range(3)])
 
 
-def test_each_seat_is_decided_by_whom_the_job_names(tmp_path):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_seat_is_decided_by_whom_the_job_names(tmp_path, workers):
     """Each player as it is now does something of its own, and as it was something else."""
     players = {"one": {"player": "main"}, "two": {"player": "league_exploiter"}}
-    exp = make(Watched, tmp_path / "run", policies=players)
+    exp = make(Watched, tmp_path / "run", policies=players, num_workers=workers)
     for side in exp.training.sides.values():
         always(side, 0)
     exp.save()
@@ -141,11 +144,13 @@ def hashes(path):
     }
 
 
-def test_a_league_is_resumed_exactly_and_shown(tmp_path, capsys):
-    with make(NIM, tmp_path / "whole") as exp:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_league_is_resumed_exactly_and_shown(tmp_path, capsys, workers):
+    played_by = {"num_workers": workers, "num_envs": 4 // max(1, workers)}
+    with make(NIM, tmp_path / "whole", **played_by) as exp:
         exp.fit({"env_steps_total": 1600}, progress=False)
         whole = {name: side.weights() for name, side in exp.training.sides.items()}
-    with make(NIM, tmp_path / "parts", keep_checkpoints=1, checkpoint_freq=1) as exp:
+    with make(NIM, tmp_path / "parts", keep_checkpoints=1, checkpoint_freq=1, **played_by) as exp:
         for row in exp.train({"env_steps_total": 1600}):
             if row["env_steps_total"] > 700:
                 break
@@ -171,6 +176,66 @@ def test_a_league_is_resumed_exactly_and_shown(tmp_path, capsys):
     assert all(f"snapshots of {name}" in " ".join(out.split()) for name in THREE)
     assert main(["league", str(tmp_path / "parts"), "--play", "hunter", "main@0", "--games", "6"]) == 0
     assert "of 6 games" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algo", ["PPO", pytest.param("APPO", marks=pytest.mark.slow)])
+def test_matches_of_lost_workers_are_played_by_others_and_every_result_counts_once(tmp_path, monkeypatch, algo):
+    """In rounds, and where workers play on while the learner learns. Few of the snapshots are kept in a worker."""
+    monkeypatch.setattr("bray.train.self_play.KEPT", 2)
+    players = {"main": {"player": "main"}, "second": {"player": "league_exploiter"}}
+    more = {"num_workers": 2, "num_envs": 2, "policies": players, "checkpoint_freq": 1}
+    small = SMALL if algo == "PPO" else {"rollout_length": 16, "iteration_steps": 200}
+    exp = bray.Experiment(algo, NIM, path=tmp_path / "run", self_play=LEAGUE, **{**small, **more})
+    drawn = exp.training.league.league
+    with exp:
+        for row in exp.train({"env_steps_total": 1400}):
+            if row["training_iteration"] in (2, 5):
+                os.kill(exp.training.sources[0].process_ids[row["training_iteration"] % 2], signal.SIGKILL)
+        ended, open_ = row["episodes_total"], json.loads(drawn.get_state()["open"])
+    assert row["workers/restarts"] == 2
+    ids = [e["id"] for e in events(tmp_path / "run") if "id" in e]
+    assert len(ids) == len(set(ids)) == ended > 60, "each game that ended is in the log once"
+    assert not drawn.refused
+    assert len(open_) < 60, "what was given back is not under way any more"
+    assert min(len(drawn.past(name)) for name in players) > 3
+    before = hashes(tmp_path / "run")
+    with bray.Experiment.resume(tmp_path / "run", num_workers=3) as exp:  # dealt to others
+        exp.fit({"env_steps_total": 1600}, progress=False)
+    after = [e["id"] for e in events(tmp_path / "run") if "id" in e]
+    assert after[: len(ids)] == ids
+    assert len(after) == len(set(after)) > len(ids)
+    frozen = [Path("models", *str(ref).split("@")).with_suffix(".safetensors") for ref in drawn.past()]
+    assert [hashes(tmp_path / "run")[name] for name in frozen] == [before[name] for name in frozen]
+
+
+class Coin(bray.MultiAgentEnv):
+    """Over after one step, until it takes longer: how many matches a worker comes to the end of is not known."""
+
+    possible_agents = ("ann", "bob")
+    observation_spaces = dict.fromkeys(possible_agents, spaces.Box(0, 1, (1,), np.float32))
+    action_spaces = dict.fromkeys(possible_agents, spaces.Discrete(2))
+    games = 0
+
+    def reset(self, *, seed=None, options=None):
+        Coin.games += 1
+        self.left = 1 if Coin.games > 20 else 12
+        return dict.fromkeys(self.possible_agents, np.ones(1, np.float32)), {}
+
+    def step(self, actions):
+        self.left -= 1
+        won = float(actions["ann"] == actions["bob"])
+        seen = dict.fromkeys(self.possible_agents, np.ones(1, np.float32))
+        return seen, {"ann": won, "bob": 1 - won}, {"__all__": self.left == 0}, {"__all__": False}, {}
+
+
+def test_a_worker_that_has_played_all_of_its_matches_plays_its_last_ones_again(tmp_path):
+    players = {"one": {"player": "main"}, "two": {"player": "self_play"}}
+    with make(Coin, tmp_path / "run", policies=players, num_workers=1) as exp:
+        row = exp.fit({"env_steps_total": 1000}, progress=False)
+    seats = [tuple(e["seats"].values()) for e in events(tmp_path / "run") if "id" in e]
+    ids = [e["id"] for e in events(tmp_path / "run") if "id" in e]
+    assert len(set(ids)) == len(ids) == row["episodes_total"] > 500
+    assert len(set(seats)) > 6
 
 
 def test_a_league_file(tmp_path, capsys):

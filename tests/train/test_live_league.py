@@ -267,6 +267,7 @@ def test_snapshots_that_were_removed_are_played_no_more(tmp_path):
         ({"self_play": None, "policies": {"one": {}, "two": {}}}, "several policies learn from live games as a league"),
         ({"policies": {"one": {"player": "main"}}}, "a league has several policies"),
         ({"eval_freq": 1}, "cannot be evaluated"),
+        ({"num_workers": 2}, "leave num_workers=2 out"),
         ({"policies": {"one": {"player": "man"}, "two": {}}}, "unknown kind of player 'man'"),
     ],
 )

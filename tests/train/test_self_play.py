@@ -354,7 +354,6 @@ def test_the_progress_line_and_the_curve_tell_the_rating(tmp_path):
     ("env", "more", "message"),
     [
         ("CartPole-v1", {}, "a game of several agents, and CartPole-v1 has one"),
-        (Nim, {"num_workers": 2}, "leave num_workers=2 out"),
         (Nim, {"policies": {"one": {}}}, "leave policies out"),
         (Nim, {"self_play": {"newest": 1.5}}, "newest"),
         (Nim, {"self_play": {"weighting": "cubed"}}, "squared"),
