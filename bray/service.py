@@ -80,6 +80,8 @@ class PolicyService:
             name: ServedModel(name, path, own.get(name, config), torch_engine, locks, with_outputs, ratings_of)
             for name, path in runs.items()
         }
+        for model in self.models.values():
+            model.players = [other for other in self.models.values() if other.run.whole == model.run.whole]
         self._desired = self._read_desired()
         self._said: dict[str, str] = {}  # the last mistake of each model
         self._unused: dict[tuple[str, int], int] = {}  # how often a version was seen unused in a row
@@ -243,17 +245,27 @@ def serve(
             close_shared(shared)
 
 
-def ratings_of(run: Path) -> dict[str, float]:
-    """How strong the players of a run that plays itself are, by the labels of their versions."""
-    if not (run / IN_RUN).exists():
+def ratings_of(run: RunDir) -> dict[str, float]:
+    """How strong the players of a run that plays itself are, by the labels of their versions; in a league of several
+    those of one policy."""
+    if not (run.whole / IN_RUN).exists():
         return {}
-    found, directory = read_league(run / IN_RUN), RunDir.open(run)
-    there = set(directory.versions(name := directory.model_name()))
+    found, name = read_league(run.whole / IN_RUN), run.model_name()
+    there = set(run.versions(name))
     return {
         "latest" if ref.step is None else str(ref.step): found.rating(ref).elo
         for ref in found.refs
         if ref.side == name and (ref.step is None or ref.step in there)
     }
+
+
+def with_players(runs: Mapping[str, Path]) -> dict[str, Path]:
+    """A league of several players as a model for each, by their names; the first one answers where a game names
+    none. Other runs as they are."""
+    ((path, *more),) = (list(runs.values()),)
+    if more or not (path / IN_RUN).exists() or not (names := RunDir.open(path).policies()):
+        return dict(runs)
+    return {name: path / "models" / name for name in read_league(path / IN_RUN).sides() if name in names}
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:

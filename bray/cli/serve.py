@@ -20,7 +20,7 @@ from bray.config import ConfigSource, options as options_of, parse_assignments
 from bray.data.piece import DEFAULT
 from bray.errors import ConfigError, DataError
 from bray.league import IN_RUN, PlayerRef, read_league
-from bray.service import SECTIONS, PolicyService, configure, name_runs, serve as serve_runs
+from bray.service import SECTIONS, PolicyService, configure, name_runs, serve as serve_runs, with_players
 from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.protocol import TICK, Refusal
 from bray.serving.record import About, Step, read_recording
@@ -51,6 +51,8 @@ def _serve(options: Serve, flags: ConfigSource) -> int:
         model = replace(model, versions={"latest" if ref.step is None else str(ref.step): 1.0})
         if ref.side != DEFAULT:  # of a league of several
             runs = {name: path / "models" / ref.side for name, path in runs.items()}
+    else:
+        runs = with_players(runs)
     if "tokens" in flags.values.get("service", {}) or any(word.startswith("tokens=") for word in options.words):
         print(
             "warning: --token can be seen by every user of this machine (ps) and goes with the next release: use "

@@ -810,8 +810,8 @@ class Experiment:
     def serve(self, port: int = 8000, block: bool = True, **settings: Any) -> Any:
         """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `act="sample"`).
         Blocks until a signal comes and returns the exit code; with `block=False` a server in a thread (`.port`,
-        `.close()`, a `with`)."""
-        if self.policies:
+        `.close()`, a `with`). Of a league all players are served, with their newest weights."""
+        if self.policies and self.config["run"].self_play is None:
             raise several(self.path, self.policies)
         if self._run is not None and not (self.saved and self.all_saved):
             self.save()
@@ -821,7 +821,7 @@ class Experiment:
             path, version = self._opened, str(self.loaded[1])
         else:
             raise ConfigError("there is nothing to serve yet: train first, or load a run")
-        given = {"port": port, "versions": {version: 1.0}, **settings}
+        given = {"port": port, **({} if self.policies else {"versions": {version: 1.0}}), **settings}
         return serve_run(path, given, torch_engine, block)
 
     @property

@@ -107,11 +107,11 @@ def launched_model(launched: Mapping[str, Any]) -> torch.nn.Module:
 
 def serve_run(path: Path, given: dict[str, Any], torch_engine: Any, block: bool) -> Any:
     """Answer games with the policy of a run directory: until a signal comes, or in a thread of this process."""
-    from bray.service import PolicyService, configure, serve
+    from bray.service import PolicyService, configure, serve, with_players
     from bray.serving.background import BackgroundServer
 
     service_config, model_config = configure([ConfigSource("python", given)])
-    runs = {path.resolve().name: path}
+    runs = with_players({path.resolve().name: path})
     if block:
         return serve(runs, service_config, model_config, torch_engine)
     service = PolicyService(runs, model_config, torch_engine=torch_engine)

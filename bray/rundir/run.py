@@ -232,6 +232,11 @@ class RunDir(Checkpoints):
         """The names of the policies of a run with several; of others none."""
         return sorted(path.parent.name for path in self.models.glob("*/config.yaml"))
 
+    @property
+    def whole(self) -> Path:
+        """The directory of the run, of which this may be one policy."""
+        return self.path
+
     def policy_folder(self, name: str) -> PolicyDir:
         """The directory of one of several policies."""
         return PolicyDir(self.model_folder(name))
@@ -271,6 +276,10 @@ class PolicyDir(RunDir):
 
     def policies(self) -> list[str]:
         return []
+
+    @property
+    def whole(self) -> Path:
+        return self._run.path
 
     def model_name(self) -> str:
         return self.name

@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ logger = logging.getLogger("bray.serving")
 TorchEngine = Callable[[Path, int], tuple[Any, Any]]
 """(run directory, step) -> (engine, the algorithm's Policy): what `experiment.torch_engine` does, for those who have
 torch."""
-ReadRatings = Callable[[Path], Mapping[str, float]]
+ReadRatings = Callable[[RunDir], Mapping[str, float]]
 """run directory -> how strong its versions are, by their labels, where it knows."""
 _MOST_RATED = 64  # versions in memory because somebody wished for their rating
 _REMEMBERED = 64  # versions that were served before: a training may be followed for months
@@ -138,6 +138,8 @@ class ServedModel:
         self._read_ratings, self._ratings = read_ratings, dict[str, float]()
         self._rated: dict[int, None] = {}  # versions that were wished for by rating, the newest wish last
         self._rating = asyncio.Lock()
+        self.players: Sequence[ServedModel] = (self,)
+        """Of its league: those who may answer where a game wishes for a rating."""
         self._graph: Any = None
         self._dropped = {"batches": 0, "samples": 0}  # counts of versions that are gone
         self._rng = np.random.default_rng()
@@ -265,23 +267,34 @@ class ServedModel:
                 self.shares[i] = self._use(share.label, share.share, version)
                 logger.info("%s: now serving %s = step %d", self.name, share.label, step)
 
-    async def nearest(self, rating: float) -> tuple[int, float]:
-        """The version whose rating is nearest to this one, and that; it is loaded. Ratings are those of when somebody
-        first asked: reading them may take seconds."""
+    async def nearest(self, rating: float, own: bool = False) -> tuple[ServedModel, int, float]:
+        """The player whose rating is nearest to this one: its model, its version, which is loaded, and its rating.
+        own: of this model alone."""
+        players = (self,) if own else self.players
+        known = [(one, *rated) for one in players for rated in (await one.ratings()).items()]
+        if not known:
+            raise ConfigError(f"{self.name} has no players with a rating: a run that plays itself has them")
+        model, label, found = min(known, key=lambda player: abs(player[2] - rating))
+        return model, await model._wished(label), found
+
+    async def ratings(self) -> Mapping[str, float]:
+        """By the labels of its versions, as they were when somebody first asked: reading them may take seconds."""
         async with self._rating:
             if not self._ratings and self._read_ratings is not None:
-                read = asyncio.get_running_loop().run_in_executor(None, self._read_ratings, self.run.path)
+                read = asyncio.get_running_loop().run_in_executor(None, self._read_ratings, self.run)
                 self._ratings = dict(await read)
-            if not self._ratings:
-                raise ConfigError(f"{self.name} has no players with a rating: a run that plays itself has them")
-            label = min(self._ratings, key=lambda one: abs(self._ratings[one] - rating))
+        return self._ratings
+
+    async def _wished(self, label: str) -> int:
+        """The step of a version that a session wished for by its rating: it is loaded, and stays for a while."""
+        async with self._rating:
             step = self._step_of(label)
             await self._loaded(step)
         self._rated.pop(step, None)
         self._rated[step] = None
         for old in list(self._rated)[:-_MOST_RATED]:
             del self._rated[old]
-        return step, self._ratings[label]
+        return step
 
     async def _loaded(self, step: int) -> Version:
         if step not in self.versions:

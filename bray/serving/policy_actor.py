@@ -425,17 +425,21 @@ class PolicyActor(AgentActor):
             if named and opening.version is not None:
                 agent.asked.choose(opening.version)
             elif named and opening.rating is not None:
-                return self._start_rated(session, data, players, agent.asked, opening.rating)
+                return self._start_rated(session, data, agent.asked, opening)
         return self._started(session, data, players, {})
 
-    async def _start_rated(
-        self, session: str, data: bytes, players: list[BasePolicyAgent], asked: ServedSession, rating: float
-    ) -> bytes | None:
+    async def _start_rated(self, session: str, data: bytes, asked: ServedSession, opening: Opening) -> bytes | None:
+        assert opening.rating is not None
         try:
-            asked.chosen, found = await asked.model.nearest(rating)
+            model, step, rating = await asked.model.nearest(opening.rating, own=opening.model is not None)
         except BrayError as e:
             raise malformed(str(e)) from None
-        return self._started(session, data, players, {"rating": found})
+        if model is not asked.model:  # another player of its league: the session begins with that
+            self._config = {name: {"model": model} for name in self._classes}
+            self.begin(session, data)
+        players = [agent for _, agent in self._agents if isinstance(agent, BasePolicyAgent)]
+        next(a.asked for a in players if isinstance(a.asked, ServedSession) and a.asked.model is model).chosen = step
+        return self._started(session, data, players, {"rating": rating})
 
     def _started(
         self, session: str, data: bytes, players: list[BasePolicyAgent], more: Mapping[str, Any]

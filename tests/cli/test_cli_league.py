@@ -1,6 +1,7 @@
 """`bray league`, and serving a player of a run that plays itself."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -134,6 +135,15 @@ def test_who_cannot_be_added(run, carts, words, message, capsys):
     assert not (run / IN_RUN).with_name(OUTSIDE).exists()
 
 
+def test_a_player_plays_one_who_searches(run, capsys):
+    """Nim is won by whoever looks to its end."""
+    assert main(["league", str(run), "--play", "random", "mcts(simulations=60)", "--games", "8"]) == 0
+    said = re.search(r"random against mcts\S+: (\d+) won, 0 drawn, (\d+) lost of 8 games", capsys.readouterr().out)
+    assert int(said[2]) >= 6
+    assert main(["league", str(run), "--play", "default@0", "mcts(simulations=0)"]) == 2
+    assert "numbers above 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -231,6 +241,36 @@ def test_a_session_asks_for_a_rating(run):
                 with bray.Client(port=server.port) as client, pytest.raises(ClientError, match=why) as refused:
                     client.start(data=wrong)
                 assert refused.value.status == 400
+
+
+def test_a_session_of_a_league_of_several_is_answered_by_the_nearest_of_all_players(tmp_path):
+    players = {"main": {"player": "main"}, "hunter": {"player": "main_exploiter"}}
+    made = {"self_play": {"snapshot_every": 150}, "policies": players, **SMALL}
+    with bray.Experiment("PPO", NIM, path=tmp_path / "run", **made) as exp:
+        exp.fit({"env_steps_total": 900}, progress=False)
+    found, directory = read_league(tmp_path / "run" / IN_RUN), RunDir.open(tmp_path / "run")
+    ratings = {ref: found.rating(ref).elo for ref in found.refs}
+    apart = [ref for ref in found.refs if list(ratings.values()).count(ratings[ref]) == 1]
+    assert {ref.side for ref in apart} == set(players)
+    with bray.Experiment.load(tmp_path / "run") as exp:
+        seen = [exp.policy_named("main").spec.observation.sample(np.random.default_rng(i)) for i in range(6)]
+        latest = {name: RunDir.open(tmp_path / "run" / "models" / name).pointer("latest") for name in players}
+        with exp.serve(port=0, admin_port=0, block=False, engine="torch") as server:
+            for ref in apart:
+                served, step = exp.policy_named(ref.side), latest[ref.side] if ref.step is None else ref.step
+                load_weights(served.model, directory.load_weights(step, ref.side))
+                expected = [int(served(obs)) for obs in seen]
+                with bray.Client(port=server.port) as client:
+                    said = client.start(data={"rating": ratings[ref]})
+                    assert said == {"model": ref.side, "version": step, "rating": ratings[ref]}
+                    assert [client.tick(to_plain(obs))["action"] for obs in seen] == expected
+            for opening, model in ((None, "main"), ({"model": "hunter"}, "hunter")):
+                with bray.Client(port=server.port) as client:
+                    said = client.start(data=opening) if opening else json.loads(client.start())
+                    assert said == {"model": model, "version": latest[model]}
+            mine = min((x for ref, x in ratings.items() if ref.side == "hunter"), key=lambda x: abs(x - 3000))
+            with bray.Client(port=server.port) as client:
+                assert client.start(data={"model": "hunter", "rating": 3000})["rating"] == mine
 
 
 def test_a_rating_of_a_run_that_does_not_play_itself_is_refused(tmp_path):
