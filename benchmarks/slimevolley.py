@@ -1,14 +1,17 @@
-"""python -m benchmarks.slimevolley train plain|league [--seed 0] [--minutes 8] [--steps N] [--cores N] [--out DIR]
+"""python -m benchmarks.slimevolley train plain|league [--seed 0] [--minutes 8] [--steps N] [--run DIR] [--set K=V]
 python -m benchmarks.slimevolley meet LEAGUE_RUN PLAIN_RUN
+python -m benchmarks.slimevolley check
 
 PPO learns Slime Volleyball (github.com/hardmaru/slimevolleygym 0.1.0) by playing itself: `plain` its newest self alone,
 `league` a pool of what it was too. It never meets the game's own baseline while it learns, and no checkpoint is chosen
-by it. Afterwards the newest policy plays 1,000 episodes against the baseline, drawing its actions; its score is the
-mean return. Published, of 1,000 episodes: PPO trained on the baseline 1.377, self-play with genetic
-algorithms 0.353, PPO by self-play -0.371. Goals: above -0.371 on 2 of 2 seeds, above 0 on one; and by `meet`, 55 % of
-the decided ones of 400 games for the league at as many own steps (--steps: own decisions).
+by it. Afterwards the newest policy plays 1,000 episodes against the baseline in the package's own game; its score is
+the mean return, with its most probable actions, as the published ones were measured, and with drawn ones. Published, of
+1,000 episodes: PPO trained on the baseline 1.377, self-play with genetic algorithms 0.353, PPO by self-play -0.371.
+Goals: above -0.371 on 2 of 2 seeds, above 0 on one; and by `meet`, 55 % of the decided ones of 400 games for the league
+at as many own steps (--steps: own decisions, at which the learning rate has come to its end). A run that has been
+stopped (--run) is gone on with. `check` compares the compiled game with the package's.
 
-The game needs the old package gym, so it has an environment of its own: benchmarks/install_slimevolley.sh. Writes
+The package needs the old gym, so it has an environment of its own: benchmarks/install_slimevolley.sh. Writes
 slimevolley-HOW-SEED.jsonl (rows on the way, then what came of it), and the run beside it.
 """
 
@@ -22,71 +25,98 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 
 import bray
-from bray.act import SAMPLE, TRAINED, Tick, decide_now
+from benchmarks.slime_game import ACTIONS, LONGEST, SlimeVolley, uniform
+from bray.act import GREEDY, SAMPLE, TRAINED, Tick, decide_now
 from bray.cli.main import main as bray_command
+from bray.config import ConfigSource, parse_assignments
+from bray.envs.many_games import OneOfMany
 from bray.experiment import Experiment
 from bray.train.acting import ActingPolicy
 from bray.train.games import play_two
 from bray.train.table import outcome
 
 HERE = Path(__file__).parent
-ACTIONS = ([0, 0, 0], [1, 0, 0], [1, 0, 1], [0, 0, 1], [0, 1, 1], [0, 1, 0])
-"""Forward, backward, jump: what the game's Atari mode offers."""
-LONGEST = 3000
 HOW = {"plain": {"newest": 1.0}, "league": {"newest": 0.5}}
+STEPS = 30_000_000
 SETTINGS: dict[str, Any] = {
     "num_envs": 64,
     "rollout_length": 128,
     "epochs": 4,
-    "minibatches": 8,
-    "lr": {"kind": "linear", "start": 5e-4, "end": 1e-4, "steps": 5_000_000},
+    "minibatches": 16,
     "gamma": 0.99,
     "lambda_": 0.95,
     "entropy_coef": 0.01,
     "fcnet_hiddens": [64, 64],
-    "iteration_steps": 50_000,
+    "iteration_steps": 100_000,
     "eval_freq": 10,
     "eval_episodes": 20,
+    "keep_checkpoints": 1,
+    "self_play": {"pool": 30, "snapshot_every": 200_000, "opponents": ["random", "first"]},
 }
-POOL = {"pool": 30, "snapshot_every": 200_000, "opponents": ["random", "first"]}
 
 
-class SlimeVolley(bray.MultiAgentEnv):
-    """Two slimes and a ball. Each sees the court as if it stood on the right. A lost ball costs one, and the other is
-    paid one; five lost balls or 3,000 steps end the game."""
+class Package(bray.MultiAgentEnv):
+    """The package's own game, with random numbers that both draw alike."""
 
-    possible_agents = ("right", "left")
-    observation_spaces = dict.fromkeys(possible_agents, spaces.Box(-np.inf, np.inf, (12,), np.float32))
-    action_spaces = dict.fromkeys(possible_agents, spaces.Discrete(len(ACTIONS)))
+    possible_agents, observation_spaces, action_spaces = (
+        SlimeVolley.possible_agents,
+        SlimeVolley.observation_spaces,
+        SlimeVolley.action_spaces,
+    )
 
     def __init__(self) -> None:
         from slimevolleygym.slimevolley import Game
 
-        self._game = Game(np_random=np.random.default_rng())
+        self._draws = np.zeros(1, np.uint64)
+        self._game = Game(np_random=self)
         self._t = 0
 
-    def _seen(self) -> dict[str, np.ndarray]:
-        sides = {"right": self._game.agent_right, "left": self._game.agent_left}
+    def uniform(self, low: float, high: float) -> float:
+        """What the game asks of its random generator."""
+        return float(uniform(self._draws, float(low), float(high)))
+
+    def _both(self) -> dict[str, np.ndarray]:
+        sides = {"left": self._game.agent_left, "right": self._game.agent_right}
         return {name: np.asarray(side.getObservation(), np.float32) for name, side in sides.items()}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        if seed is not None:
-            self._game.np_random = np.random.default_rng(seed)
-        self._t = 0
+        self._draws[0], self._t = seed or 0, 0
         self._game.reset()
-        return self._seen(), {}
+        return self._both(), {}
 
     def step(self, actions: dict[str, Any]) -> Any:
         self._t += 1
-        self._game.agent_left.setAction(ACTIONS[int(actions["left"])])
-        self._game.agent_right.setAction(ACTIONS[int(actions["right"])])
+        self._game.agent_left.setAction(ACTIONS[actions["left"]])
+        self._game.agent_right.setAction(ACTIONS[actions["right"]])
         paid = float(self._game.step())
         over = min(self._game.agent_left.life, self._game.agent_right.life) <= 0
         cut = not over and self._t >= LONGEST
-        return self._seen(), {"right": paid, "left": -paid}, {"__all__": over}, {"__all__": cut}, {}
+        return self._both(), {"left": -paid, "right": paid}, {"__all__": over}, {"__all__": cut}, {}
+
+
+def check(games: int = 20) -> int:
+    """In how many steps of games by chance the compiled game is the package's to the last bit; ValueError where it is
+    not."""
+    one, other, rng, steps = OneOfMany(SlimeVolley()), Package(), np.random.default_rng(0), 0
+    for seed in range(games):
+        same, over = _same(one.reset(seed=seed), other.reset(seed=seed)), False
+        actions = dict.fromkeys(one.possible_agents, 0)
+        while same and not over:
+            for agent in actions:
+                if rng.random() < 0.2:
+                    actions[agent] = int(rng.integers(len(ACTIONS)))
+            mine, theirs = one.step(actions), other.step(actions)
+            same = _same(mine, theirs) and mine[1:4] == theirs[1:4]
+            over, steps = mine[2]["__all__"] or mine[3]["__all__"], steps + 1
+        if not same:
+            raise ValueError(f"the compiled game is another one than the package's: game {seed}, step {steps}")
+    return steps
+
+
+def _same(one: Any, other: Any) -> bool:
+    return all(np.array_equal(one[0][agent], other[0][agent]) for agent in SlimeVolley.possible_agents)
 
 
 class Baseline:
@@ -99,10 +129,10 @@ class Baseline:
         self._weight, self._bias, self._inputs = one.weight, one.bias, one.nGameInput
         self.outputs = np.zeros((games, one.nOutput))
 
-    def act(self, obs: np.ndarray, games: list[int]) -> np.ndarray:
+    def act(self, obs: np.ndarray) -> np.ndarray:
         """Numbers of `ACTIONS`. It may press forward and backward at once, which moves it nowhere."""
-        inputs = np.concatenate([obs[:, : self._inputs], self.outputs[games]], 1)
-        self.outputs[games] = out = np.tanh(inputs @ self._weight.T + self._bias)
+        inputs = np.concatenate([obs[:, : self._inputs], self.outputs], 1)
+        self.outputs = out = np.tanh(inputs @ self._weight.T + self._bias)
         forward, backward, jump = (out[:, :3] > 0.75).T
         return _NUMBERS[(forward & ~backward).astype(int), (backward & ~forward).astype(int), jump.astype(int)]
 
@@ -114,47 +144,51 @@ for number, buttons in enumerate(ACTIONS):
 
 def against_baseline(player: ActingPolicy, episodes: int, mode: str, seed: int = 0) -> dict[str, float]:
     """The mean return of a policy on the right against the game's own on the left."""
-    rng, games = np.random.default_rng(seed), [SlimeVolley() for _ in range(min(episodes, 100))]
-    baseline = Baseline(len(games))
-    seen = [game.reset(seed=seed + i)[0] for i, game in enumerate(games)]
-    left, returns, sums = episodes - len(games), [], np.zeros(len(games))
-    playing = list(range(len(games)))
-    while playing:
-        right, other = (np.stack([seen[i][side] for i in playing]) for side in ("right", "left"))
-        deciding = player.policy.decide(Tick(right), None, rng, mode, TRAINED)
-        mine, theirs = decide_now(deciding, player.engine.forward).action, baseline.act(other, playing)
-        for i, action, answer in zip(tuple(playing), mine, theirs, strict=True):
-            seen[i], paid, over, cut, _ = games[i].step({"right": action, "left": answer})
-            sums[i] += paid["right"]
-            if over["__all__"] or cut["__all__"]:
-                returns.append(sums[i])
-                sums[i], baseline.outputs[i] = 0.0, 0.0
-                if left > 0:
-                    left, seen[i] = left - 1, games[i].reset()[0]
-                else:
-                    playing.remove(i)
-    found = np.array(returns)
-    return {"episodes": len(found), "mean": round(float(found.mean()), 3), "std": round(float(found.std()), 3)}
+    rng, n = np.random.default_rng(seed), episodes
+    games, baseline, returns, playing = SlimeVolley(n), Baseline(n), np.zeros(n), np.ones(n, bool)
+    for i in range(n):
+        games.begin(i, seed + i)
+    while playing.any():
+        deciding = player.policy.decide(Tick(games.obs[:, 1]), None, rng, mode, TRAINED)
+        mine = decide_now(deciding, player.engine.forward).action
+        games.step(np.stack([baseline.act(games.obs[:, 0]), mine], 1), playing)
+        returns += np.where(playing, games.reward[:, 1], 0.0)
+        playing &= ~(games.terminated | games.truncated)
+    return {"episodes": n, "mean": round(float(returns.mean()), 3), "std": round(float(returns.std()), 3)}
 
 
-def train(how: str, path: Path, seed: int, minutes: float, steps: int | None, cores: int) -> list[dict[str, Any]]:
+def score(exp: Experiment, episodes: int = 1_000) -> dict[str, Any]:
+    (player,) = exp.players(exp.spec_of()).values()
+    return {mode: against_baseline(player, episodes, mode) for mode in (GREEDY, SAMPLE)}
+
+
+def train(
+    how: str, path: Path, seed: int, minutes: float, steps: int, given: list[str], episodes: int
+) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    start, lines = time.process_time(), []
-    play = {"vector": "subprocess", "num_processes": cores - 1} if cores > 1 else {"vector": "inprocess"}
-    given = {**SETTINGS, **play, "self_play": {**POOL, **HOW[how]}}
-    with Experiment("PPO", "benchmarks.slimevolley:SlimeVolley", path=path, seed=seed, **given) as exp:
-        for row in exp.train({"time_total_s": 60 * minutes}):
+    start, until, lines = time.process_time(), time.monotonic() + 60 * minutes, []
+    if path.exists():
+        made = Experiment.resume(path, sources=[parse_assignments(given)] if given else [])
+    else:
+        share = 1.0 + HOW[how]["newest"]  # own decisions of a step of the game
+        lr = {"kind": "linear", "start": 3e-4, "end": 1e-5, "steps": round(steps / share)}
+        settings = [ConfigSource("benchmark", {**SETTINGS, "lr": lr}), ConfigSource(how, {"self_play": HOW[how]})]
+        sources = [*settings, parse_assignments(given)]
+        made = Experiment("PPO", "benchmarks.slime_game:SlimeVolley", path=path, seed=seed, sources=sources)
+    with made as exp:
+        for row in exp.train({"agent_steps_total": steps}):
             if row.get("eval/return_mean") is not None:
                 keys = ("env_steps_total", "agent_steps_total", "league/rating", "eval/random/win", "eval/first/win")
-                lines.append({key: row.get(key) for key in keys})
+                more = ("episode_length_mean", "loss/entropy", "time_total_s")
+                lines.append({key: row.get(key) for key in (*keys, *more)})
                 print(json.dumps(lines[-1]), flush=True)
-            if steps is not None and row["agent_steps_total"] >= steps:
+            if time.monotonic() >= until:
                 break
+        spent = round(time.process_time() - start)
         exp.save()
-        (player,) = exp.players(exp.spec_of()).values()
-        score = against_baseline(player, 1_000, SAMPLE)
+        found = score(exp, episodes)
     ends = {"how": how, "seed": seed, "env_steps": row["env_steps_total"], "own_steps": row["agent_steps_total"]}
-    return [*lines, {**ends, "cpu_s": round(time.process_time() - start), "baseline": score, "settings": given}]
+    return [*lines, {**ends, "cpu_s": spent, "baseline": found, "set": given}]
 
 
 def meet(one: Path, other: Path, games: int = 400) -> dict[str, Any]:
@@ -173,22 +207,29 @@ def main() -> None:
     training = commands.add_parser("train")
     training.add_argument("how", choices=list(HOW))
     training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--minutes", type=float, default=8.0)
-    training.add_argument("--steps", type=int, help="own decisions")
-    training.add_argument("--cores", type=int, default=1, help="one learns and decides, the others step games")
+    training.add_argument("--minutes", type=float, default=8.0, help="of training in this call")
+    training.add_argument("--steps", type=int, default=STEPS, help="own decisions, in all")
+    training.add_argument("--episodes", type=int, default=1_000, help="against the baseline")
+    training.add_argument("--run", type=Path, help="its directory, gone on with where it is there")
+    training.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings that are others")
     training.add_argument("--out", type=Path, default=HERE / "learning")
     two = commands.add_parser("meet")
     two.add_argument("runs", nargs=2, type=Path)
+    commands.add_parser("check")
     args = parser.parse_args()
-    if args.command == "meet":
+    if args.command == "check":
+        print(f"{check():,} steps, all the same")
+    elif args.command == "meet":
         print(json.dumps(meet(*args.runs)))
-        return
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = f"slimevolley-{args.how}-{args.seed}"
-    lines = train(args.how, args.out / name, args.seed, args.minutes, args.steps, args.cores)
-    (args.out / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    print(json.dumps({k: v for k, v in lines[-1].items() if k != "settings"}))
-    bray_command(["league", str(args.out / name), "--plot"])
+    else:
+        args.out.mkdir(parents=True, exist_ok=True)
+        name = f"slimevolley-{args.how}-{args.seed}"
+        path = args.run or args.out / name
+        lines = train(args.how, path, args.seed, args.minutes, args.steps, args.set, args.episodes)
+        with (args.out / f"{name}.jsonl").open("a") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in lines)
+        print(json.dumps(lines[-1]))
+        bray_command(["league", str(path), "--plot"])
 
 
 if __name__ == "__main__":

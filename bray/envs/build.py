@@ -12,6 +12,7 @@ import gymnasium as gym
 
 from bray.envs import atari, compat, observations, wrappers
 from bray.envs.config import EnvConfig
+from bray.envs.many_games import ManyGames, OneOfMany
 from bray.envs.missing import what_is_missing
 from bray.envs.multi_agent import MultiAgentEnv, adapt_agents, may_be_of_agents
 from bray.envs.positions import WithMoves
@@ -136,7 +137,13 @@ class Builder:
         pictures = self._pictures(arguments)
         if pictures:
             arguments.update({**atari.game_arguments(self.config.atari), **arguments})
-        return self._make(arguments, index), pictures
+        env = self._make(arguments, index)
+        return (OneOfMany(env) if isinstance(env, ManyGames) else env), pictures
+
+    def many(self, num_games: int) -> ManyGames:
+        """So many games as one object, where `many_games.plays_many`."""
+        made: ManyGames = self._make(EnvContext({**self.config.env_config, "num_games": num_games}), 0)
+        return made
 
     def _make(self, arguments: EnvContext, index: int) -> Any:
         try:

@@ -52,6 +52,9 @@ class EnvConfig:
     env_config: Annotated[dict[str, Any], Secret(inside=True)] = field(default_factory=dict)
     """Arguments of the environment: keywords, or one dict where its constructor takes `env_config`, `config` or
     `cfg`."""
+    eval_env_config: Annotated[dict[str, Any], Secret(inside=True)] = field(default_factory=dict)
+    """Arguments that are others in evaluations, merged over `env_config`: held-out levels, or the real start of a game
+    that is learnt from any position."""
     import_modules: list[str] = field(default_factory=list)
     """Modules imported first, e.g. those that register environments."""
     vector: Literal["auto", "native", "inprocess", "subprocess", "envpool", "device"] = "auto"

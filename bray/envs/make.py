@@ -11,9 +11,10 @@ import gymnasium as gym
 
 from bray.diagnosis.bottleneck import PROCESSES_GAIN
 from bray.envs import atari, native
-from bray.envs.build import Builder, of_tensors
+from bray.envs.build import Builder, built_spec, of_tensors
 from bray.envs.config import EnvConfig
 from bray.envs.inprocess import InProcessVecEnv
+from bray.envs.many_games import ManyGamesVecEnv, plays_many
 from bray.envs.subprocess import SubprocessVecEnv
 from bray.envs.table import Seating
 from bray.envs.vector import VecEnv, episode_seed
@@ -55,6 +56,9 @@ def make_vec(
         return make_device(together, source, build.preprocessing(), its_seed, device)
     if form == "envpool":
         return native.make_envpool(together, source, seed + worker_index + (numbers.start << 16 if numbers else 0))
+    if plays_many(source, config, seating):
+        n, before = together.num_envs, max(0, worker_index - 1) * config.num_envs + (numbers.start if numbers else 0)
+        return ManyGamesVecEnv(build.many(n), built_spec(build), n, seed, before, config.check)
     why_not = native.why_not_native(config, source, render_mode)
     if form == "native" and why_not is not None:
         raise ConfigError(

@@ -73,7 +73,8 @@ def _each_code(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, An
 
 def _environment(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     if _is_path(value) or str(value).startswith("GymV"):  # adapters of old gym import what their arguments name
-        yield value, [section.get("env_config"), section.get("per_env")]
+        others = [section["eval_env_config"]] if section.get("eval_env_config") else []
+        yield value, [section.get("env_config"), section.get("per_env"), *others]
 
 
 def _environment_files(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -145,6 +146,7 @@ ASKS: dict[str, Ask] = {
     "run.self_play": Ask(_IMPORT, When.TRAINS, _opponents),
     "env.id": Ask(_IMPORT, When.PLAYS, _environment),
     "env.env_config": Ask("hand to its environment", When.PLAYS, _environment_files),
+    "env.eval_env_config": Ask("hand to its environment", When.PLAYS, _environment_files),
     "env.per_env": Ask("hand to its environment", When.PLAYS, _environment_files),
     "env.import_modules": Ask(_IMPORT, When.PLAYS, _given),
     "env.wrappers": Ask(_IMPORT, When.PLAYS, _wrappers),

@@ -36,7 +36,8 @@ def eval_config(config: EnvConfig, num_envs: int) -> EnvConfig:
     return dataclasses.replace(
         config,
         num_envs=num_envs,
-        per_env=config.per_env[:num_envs],
+        env_config=config.env_config | config.eval_env_config,
+        per_env=[one | config.eval_env_config for one in config.per_env[:num_envs]],
         atari=atari,
         clip_rewards=None,
         normalize_rewards=False,

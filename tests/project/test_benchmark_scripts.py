@@ -19,7 +19,8 @@ from benchmarks.scale import peers
 from bray import Experiment, tree
 from bray.cli.main import main
 from bray.data.rows import Decoder
-from bray.envs.outside_games import outside_game
+from bray.envs.agent_games import ConnectFour
+from bray.envs.many_games import OneOfMany
 from bray.league import IN_RUN, League, Outcome, ResultLog, make_players, read_league
 
 
@@ -212,21 +213,48 @@ def test_bray_has_the_settings_that_the_peers_have(case):
 
 
 def test_the_player_of_one_ply_wins_and_blocks():
-    spiel = pytest.importorskip("pyspiel")
-    game = outside_game("openspiel:connect_four")()
+    game = OneOfMany(connect_four.Anywhere())
 
     def column(*moves):
-        state = spiel.load_game("connect_four").new_initial_state()
+        seen, _ = game.reset(seed=0)
         for move in moves:
-            state.apply_action(move)
-        return connect_four.one_ply(game.seen(state, state.current_player()), np.random.default_rng(0))
+            seen, *_ = game.step(dict.fromkeys(seen, move))
+        ((_, one),) = seen.items()
+        return connect_four.one_ply(one, np.random.default_rng(0))
 
     assert column(0, 1, 0, 1, 0, 1) == 0, "wins upwards, and does not block"
+    assert column(6, 0, 1, 0, 1, 0, 1) == 0, "the second player too"
     assert column(0, 1, 0, 1, 0) == 0, "blocks"
     assert column(2, 2, 3, 3, 5, 5) == 4, "wins in a gap"
     assert column(0, 1, 1, 2, 2, 3, 2, 3, 3, 6) == 3, "wins on a diagonal"
     assert column(6, 5, 5, 4, 4, 3, 4, 3, 3, 0) == 3, "on the other one"
     assert column(3, 3, 3, 3, 3, 3) != 3, "a full column"
+
+
+def test_training_games_of_connect_four_begin_anywhere_and_follow_its_rules():
+    ours, known = connect_four.Anywhere(200, random_moves=12), ConnectFour()
+    for i in range(200):
+        ours.begin(i, i)
+    planes, turn = ours.obs["obs"], ours.acts.argmax(1)
+    placed = planes[:, 0, [0, 2]].sum((1, 2, 3)).astype(int)
+    assert sorted(set(placed)) == list(range(13))
+    np.testing.assert_array_equal(turn, placed % 2)
+    assert (planes.sum(2) == 1).all(), "a cell is empty, mine or the other's"
+    np.testing.assert_array_equal(planes[:, 0], planes[:, 1, ::-1])
+    one, rng = OneOfMany(connect_four.Anywhere()), np.random.default_rng(0)
+    for game in range(30):
+        mine, theirs, over = one.reset(seed=game)[0], known.reset()[0], False
+        while not over:
+            assert mine.keys() == theirs.keys()
+            for agent, seen in theirs.items():
+                for key, value in seen.items():
+                    np.testing.assert_array_equal(mine[agent][key], value)
+            ((agent, seen),) = theirs.items()
+            action = {agent: int(rng.choice(np.flatnonzero(seen["action_mask"])))}
+            (mine, *came), (theirs, *due) = one.step(action), known.step(action)
+            over = due[1]["__all__"]
+            assert came[1]["__all__"] == over
+            assert {a: came[0][a] for a in due[0]} == due[0]
 
 
 def test_the_bot_of_openspiel_is_told_what_has_been_played():
@@ -253,16 +281,17 @@ def test_ratings_that_fall_are_seen(tmp_path):
 
 
 def test_slime_volleyball_is_a_game_of_two_that_the_baseline_plays():
+    assert main(["check-env", "benchmarks.slime_game:SlimeVolley"]) == 0
     slimevolleygym = pytest.importorskip("slimevolleygym")
-    assert main(["check-env", "benchmarks.slimevolley:SlimeVolley"]) == 0
+    assert slimevolley.check(games=2) > 1000
     with Experiment("PPO", slimevolley.SlimeVolley, fcnet_hiddens=[8], num_envs=2) as exp:
         (player,) = exp.players(exp.spec_of()).values()
         assert slimevolley.against_baseline(player, 3, "sample")["mean"] < -3.0
-    one, ours, rng = slimevolleygym.BaselinePolicy(), slimevolley.Baseline(3), np.random.default_rng(0)
+    one, ours, rng = slimevolleygym.BaselinePolicy(), slimevolley.Baseline(1), np.random.default_rng(0)
     for seen in rng.normal(size=(50, 12)):  # it remembers
         forward, backward, jump = one.predict(seen)
         pressed = [int(forward and not backward), int(backward and not forward), int(jump)]
-        assert slimevolley.ACTIONS[ours.act(seen[None], [1])[0]] == pressed
+        assert slimevolley.ACTIONS[ours.act(seen[None])[0]] == pressed
 
 
 MATCH = {"seats": {"first": "main", "second": "naive"}, "returns": {"first": 1.0, "second": -1.0}}
