@@ -265,6 +265,11 @@ CASES = {
     "bc-cartpole-replay": Case("BC", "CartPole-v1", 300, 5_000, 10, 3, data="cartpole-replay", must="stay below"),
     "iql-cartpole-replay": Case("IQL", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay", must="end above"),
     "cql-cartpole-replay": Case("CQL-Discrete", "CartPole-v1", 300, 10_000, 20, 3, data="cartpole-replay"),
+    "bc-cartpole-early": Case("BC", "CartPole-v1", 175, 5_000, 10, 3, data="cartpole-early", must="stay below"),
+    "iql-cartpole-early": Case("IQL", "CartPole-v1", 175, 10_000, 20, 3, data="cartpole-early", must="end above"),
+    "cql-cartpole-early": Case(
+        "CQL-Discrete", "CartPole-v1", 175, 10_000, 20, 3, data="cartpole-early", must="end above"
+    ),
     "bc-pendulum-mixed": Case("BC", "Pendulum-v1", -300, 5_000, 10, 3, data="pendulum-mixed", must="stay below"),
     "td3bc-pendulum-mixed": Case("TD3+BC", "Pendulum-v1", -300, 10_000, 20, 3, data="pendulum-mixed"),
     "iql-pendulum-mixed": Case("IQL", "Pendulum-v1", -300, 10_000, 20, 3, data="pendulum-mixed"),

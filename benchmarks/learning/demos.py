@@ -6,7 +6,7 @@ folder of trajectory files with spec.json, in build/demos unless --out says othe
     cartpole-expert   10 episodes of a script that holds the pole (500 each)
     cartpole-one      the first of them
     cartpole-replay   the first 20,000 steps of DQN, as it explored
-    cartpole-early    the first 6,000 of them (23 to 200 a game)
+    cartpole-early    the first 3,000 of them
     pendulum-expert   10 episodes of a script that swings up and holds (about -140)
     pendulum-mixed    50 episodes of that script, and 50 of random play (about -1,210)
     pendulum-replay   the first 5,000 steps of SAC, as it explored
@@ -127,7 +127,7 @@ SETS: dict[str, Callable[[Path], None]] = {
     "cartpole-expert": lambda out: played("CartPole-v1", {balance: 10}, out),
     "cartpole-one": lambda out: played("CartPole-v1", {balance: 1}, out),
     "cartpole-replay": lambda out: replayed("DQN", "CartPole-v1", 20_000, out),
-    "cartpole-early": lambda out: replayed("DQN", "CartPole-v1", 6_000, out),
+    "cartpole-early": lambda out: replayed("DQN", "CartPole-v1", 3_000, out),
     "pendulum-expert": lambda out: played("Pendulum-v1", {swing_up: 10}, out),
     "pendulum-mixed": lambda out: played("Pendulum-v1", {swing_up: 50, None: 50}, out),
     "pendulum-replay": lambda out: replayed("SAC", "Pendulum-v1", 5_000, out),
