@@ -1,13 +1,15 @@
-"""python -m benchmarks.live_league [--games 32] [--seconds 300] [--kills 20] [--tcp]: a league over the wire.
+"""python -m benchmarks.live_league [--games 32] [--seconds 300] [--kills 20] [--tcp] [--workers N]: a league over the
+wire, or on rollout workers.
 
 Three players learn in one `bray train --live`, beside their snapshots. Two processes play games of Nim, and each agent
-of a match has a connection of its own. With --kills the training (league, learners and service) or a process of games
-is killed (SIGKILL) at random moments, and started again: the training with `--resume`.
+of a match has a connection of its own. With --workers so many rollout workers of one `bray train` play them instead.
+With --kills the training (league, learners and service), or a process of games or a worker, is killed (SIGKILL) at
+random moments; a training is started again with `--resume`, and it starts workers again itself.
 
 Exit code 0: each result that a game was told counts is in the log once, as the game told it, and none that does not;
-numbers of matches are unique; the payoff of a second reading equals a count of the log's lines; no snapshot has
-changed; after every kill results came again; and the players that learn are rated above their first snapshots by more
-than both intervals.
+numbers of matches are unique; the payoff of a second reading equals a count of the log's lines; no snapshot that a
+checkpoint knows has changed; after every kill results came again; and the players that learn are rated above their
+first snapshots by more than both intervals.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from typing import Any
 
 from bray.client import Client, ClientError
 from bray.envs.agent_games import Nim
+from bray.figures import read_results
 from bray.league import IN_RUN, League, PlayerRef, read_league
+from bray.rundir import RunDir
 
 ROOT = Path(__file__).parent.parent
 PLAYERS = {"main": {"player": "main"}, "second": {"player": "main"}, "naive": {"player": "self_play"}}
@@ -57,6 +61,7 @@ CONFIG: dict[str, Any] = {
 }
 PROCESSES = 2
 """Of games."""
+ON_WORKERS: dict[str, Any] = {"env": "bray.envs.agent_games:Nim", "num_envs": 8, "max_worker_restarts": 1000}
 START_S = 300
 """Seconds until something has come back after a kill, at most."""
 
@@ -116,18 +121,21 @@ def play_match(port: int, tcp: bool) -> dict[str, Any]:
 
 
 class Processes:
-    """The training, and processes of games."""
+    """The training, and processes of games, where it has no workers."""
 
-    def __init__(self, folder: Path, games: int, tcp: bool):
-        self.folder, self.games, self.tcp = folder, games, tcp
+    def __init__(self, folder: Path, games: int, tcp: bool, workers: int):
+        self.folder, self.games, self.tcp, self.workers = folder, games, tcp, workers
         self.run, self.told = folder / "runs" / "league", folder / "told.jsonl"
+        self.told.touch()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        live = {**CONFIG["live"], "port": self.port, "use_tcp": tcp}
-        (folder / "league.yaml").write_text(json.dumps({**CONFIG, "live": live}))  # which is YAML too
+        config = {**CONFIG, "live": {**CONFIG["live"], "port": self.port, "use_tcp": tcp}}
+        if workers:
+            config = {k: v for k, v in CONFIG.items() if k != "live"} | {**ON_WORKERS, "num_workers": workers}
+        (folder / "league.yaml").write_text(json.dumps(config))  # which is YAML too
         self.training = self._train()
-        self.games_of = [self._play() for _ in range(PROCESSES)]
+        self.games_of = [self._play() for _ in range(0 if workers else PROCESSES)]
 
     def _start(self, *words: object) -> subprocess.Popen[bytes]:
         env = os.environ | {"PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -138,15 +146,18 @@ class Processes:
     def _train(self) -> subprocess.Popen[bytes]:
         if (self.run / "checkpoints").exists():
             return self._start("bray", "train", "--resume", self.run, "--quiet")
-        return self._start(
-            "bray", "train", "--live", "-f", "league.yaml", "--project", "runs", "--trial", "league", "--quiet"
-        )
+        live = [] if self.workers else ["--live"]
+        words = ["-f", "league.yaml", "--project", "runs", "--trial", "league", "--quiet", "--steps", "1000000000"]
+        return self._start("bray", "train", *live, *words)
 
     def _play(self) -> subprocess.Popen[bytes]:
         words = ["--play", self.port, "--games", self.games // PROCESSES, *(["--tcp"] if self.tcp else [])]
         return self._start("benchmarks.live_league", *words, "--told", self.told)
 
     def kill(self, what: str, rng: random.Random) -> None:
+        if what == "worker":
+            os.kill(rng.choice(self._rollout_workers()), signal.SIGKILL)
+            return
         i = rng.randrange(PROCESSES)
         process = self.training if what == "training" else self.games_of[i]
         process.kill()
@@ -155,6 +166,25 @@ class Processes:
             self.training = self._train()
         else:
             self.games_of[i] = self._play()
+
+    def _rollout_workers(self) -> list[int]:
+        """Of the training that runs: processes that have the memory in which it is given rows."""
+        until, memory, found = time.monotonic() + START_S, f"/bray-rollout-{self.training.pid}-", list[int]()
+        while not found and time.monotonic() < until:
+            for entry in filter(str.isdigit, os.listdir("/proc")):
+                with contextlib.suppress(OSError):
+                    if int(entry) != self.training.pid and memory in Path(f"/proc/{entry}/maps").read_text():
+                        found.append(int(entry))
+            time.sleep(0.1)
+        return found
+
+    def of_checkpoint(self) -> set[str]:
+        """The files of snapshots that the newest checkpoint knows: a training that is resumed in rounds plays again
+        what came after it, as if nothing had happened."""
+        (source,) = RunDir.open(self.run).load_checkpoint().state["json"]["sources"]
+        lines = (self.run / IN_RUN).read_bytes()[: int(source["league"]["offset"])].splitlines()
+        frozen = [event["snapshot"].split("@") for event in map(json.loads, lines) if "snapshot" in event]
+        return {f"models/{side}/{step}.safetensors" for side, step in frozen}
 
     def results(self) -> list[dict[str, Any]]:
         """Whole lines of the log that are results."""
@@ -170,6 +200,11 @@ class Processes:
                 return False
             time.sleep(0.1)
         return True
+
+    def counted(self) -> dict[str, int]:
+        """What the newest row of numbers says."""
+        row = read_results(self.run)[-1]
+        return {key: row[key] for key in ("episodes_total", "env_steps_total", "workers/restarts")}
 
     def snapshots(self) -> dict[str, str]:
         """Hashes of the files that the log names."""
@@ -226,6 +261,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--tcp", action="store_true")
+    parser.add_argument("--workers", type=int, default=0, help="rollout workers that play, in place of live games")
     parser.add_argument("--any-rating", action="store_true", help="too short for the ratings to rise")
     parser.add_argument("--play", type=int, help=argparse.SUPPRESS)  # the port, for a process of games
     parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)
@@ -235,19 +271,23 @@ def main() -> int:
         return 0
     rng, wrong = random.Random(given.seed), []
     with tempfile.TemporaryDirectory() as folder:
-        at_work, began, kills = Processes(Path(folder), given.games, given.tcp), time.monotonic(), Counter[str]()
+        at_work = Processes(Path(folder), given.games, given.tcp, given.workers)
+        began, kills = time.monotonic(), Counter[str]()
         try:
             if not at_work.more_than(0):
                 wrong.append("no result came")
             hashes: dict[str, str] = {}
             for _ in range(given.kills if not wrong else 0):
                 time.sleep(rng.uniform(0.0, 2.0 * given.seconds / given.kills))
-                what = rng.choice(["training", "training", "games"])
+                what = rng.choice(
+                    ["training", "worker", "worker"] if given.workers else ["training", "training", "games"]
+                )
                 kills[what] += 1
                 at_work.kill(what, rng)
                 there = at_work.snapshots()
                 wrong += [f"{name} has changed" for name, digest in hashes.items() if there.get(name) != digest]
-                hashes |= there
+                known = at_work.of_checkpoint() if given.workers else there.keys()
+                hashes |= {name: there[name] for name in there.keys() & known}
                 if not at_work.more_than(len(at_work.results())):
                     wrong.append(f"no result came after kill {kills.total()}, of {what}")
                     break
@@ -270,11 +310,12 @@ def main() -> int:
             if now.elo - now.half <= first.elo + first.half and not given.any_rating:
                 wrong.append(f"the rating of {name} has not risen: {first.elo:.0f} to {now.elo:.0f}")
         said = {
-            "games": given.games,
+            "games": 8 * given.workers or given.games,
             "seconds": round(seconds),
             "kills": dict(kills),
             "results": len(results),
             "told": Counter(str(m["counts"]) for m in told),
+            **(at_work.counted() if given.workers else {}),
             "not told": len(results) - sum(m["counts"] is True for m in told),
             "snapshots": len(there),
             "ratings": {n: {k: [round(x) for x in v] for k, v in one.items()} for n, one in ratings.items()},
