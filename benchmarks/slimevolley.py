@@ -176,13 +176,13 @@ def train(
         sources = [*settings, parse_assignments(given)]
         made = Experiment("PPO", "benchmarks.slime_game:SlimeVolley", path=path, seed=seed, sources=sources)
     with made as exp:
-        for row in exp.train({"agent_steps_total": steps}):
+        for row in exp.train({"env_steps_total": steps}):
             if row.get("eval/return_mean") is not None:
                 keys = ("env_steps_total", "agent_steps_total", "league/rating", "eval/random/win", "eval/first/win")
                 more = ("episode_length_mean", "loss/entropy", "time_total_s")
                 lines.append({key: row.get(key) for key in (*keys, *more)})
                 print(json.dumps(lines[-1]), flush=True)
-            if time.monotonic() >= until:
+            if row["agent_steps_total"] >= steps or time.monotonic() >= until:
                 break
         spent = round(time.process_time() - start)
         exp.save()
