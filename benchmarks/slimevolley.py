@@ -1,5 +1,6 @@
 """python -m benchmarks.slimevolley train plain|league [--seed 0] [--minutes 8] [--steps N] [--run DIR] [--set K=V]
 python -m benchmarks.slimevolley meet LEAGUE_RUN PLAIN_RUN
+python -m benchmarks.slimevolley draw FILES
 python -m benchmarks.slimevolley check
 
 PPO learns Slime Volleyball (github.com/hardmaru/slimevolleygym 0.1.0) by playing itself: `plain` its newest self alone,
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,13 @@ from bray.cli.main import main as bray_command
 from bray.config import ConfigSource, parse_assignments
 from bray.envs.many_games import OneOfMany
 from bray.experiment import Experiment
+from bray.league import IN_RUN, PlayerRef, read_league
 from bray.train.acting import ActingPolicy
-from bray.train.games import play_two
-from bray.train.table import outcome
 
 HERE = Path(__file__).parent
+Act = Callable[[np.ndarray], np.ndarray]
+"""Actions of many players, by what they see."""
+PUBLISHED = {0.353: "self-play by genetic algorithms, published", -0.371: "PPO by self-play, published"}
 HOW = {"plain": {"newest": 1.0}, "league": {"newest": 0.5}}
 STEPS = 30_000_000
 SETTINGS: dict[str, Any] = {
@@ -142,24 +146,47 @@ for number, buttons in enumerate(ACTIONS):
     _NUMBERS[tuple(buttons)] = number
 
 
+def by(player: ActingPolicy, mode: str, rng: np.random.Generator) -> Act:
+    """How a policy decides."""
+
+    def act(obs: np.ndarray) -> np.ndarray:
+        actions: np.ndarray = decide_now(
+            player.policy.decide(Tick(obs), None, rng, mode, TRAINED), player.engine.forward
+        ).action
+        return actions
+
+    return act
+
+
+def returns(right: Act, left: Act, games: int, seed: int = 0) -> np.ndarray:
+    """Of the player on the right, in so many games at once."""
+    table, paid, playing = SlimeVolley(games), np.zeros(games), np.ones(games, bool)
+    for i in range(games):
+        table.begin(i, seed + i)
+    while playing.any():
+        table.step(np.stack([left(table.obs[:, 0]), right(table.obs[:, 1])], 1), playing)
+        paid += np.where(playing, table.reward[:, 1], 0.0)
+        playing &= ~(table.terminated | table.truncated)
+    return paid
+
+
 def against_baseline(player: ActingPolicy, episodes: int, mode: str, seed: int = 0) -> dict[str, float]:
     """The mean return of a policy on the right against the game's own on the left."""
-    rng, n = np.random.default_rng(seed), episodes
-    games, baseline, returns, playing = SlimeVolley(n), Baseline(n), np.zeros(n), np.ones(n, bool)
-    for i in range(n):
-        games.begin(i, seed + i)
-    while playing.any():
-        deciding = player.policy.decide(Tick(games.obs[:, 1]), None, rng, mode, TRAINED)
-        mine = decide_now(deciding, player.engine.forward).action
-        games.step(np.stack([baseline.act(games.obs[:, 0]), mine], 1), playing)
-        returns += np.where(playing, games.reward[:, 1], 0.0)
-        playing &= ~(games.terminated | games.truncated)
-    return {"episodes": n, "mean": round(float(returns.mean()), 3), "std": round(float(returns.std()), 3)}
+    found = returns(by(player, mode, np.random.default_rng(seed)), Baseline(episodes).act, episodes, seed)
+    return {"episodes": episodes, "mean": round(float(found.mean()), 3), "std": round(float(found.std()), 3)}
 
 
 def score(exp: Experiment, episodes: int = 1_000) -> dict[str, Any]:
     (player,) = exp.players(exp.spec_of()).values()
     return {mode: against_baseline(player, episodes, mode) for mode in (GREEDY, SAMPLE)}
+
+
+def afterwards(exp: Experiment, episodes: int = 200, most: int = 16) -> list[tuple[int, float]]:
+    """When snapshots were taken (steps of the game) and their scores, greedy: looked at when all is over."""
+    lineage = read_league(exp.path / IN_RUN).lineage
+    some = lineage[:: -(-len(lineage) // most)]
+    players = {event.steps: exp.training.league.find(PlayerRef.parse(str(event.snapshot))) for event in some}
+    return [(steps, against_baseline(one, episodes, GREEDY)["mean"]) for steps, one in players.items()]
 
 
 def train(
@@ -186,19 +213,46 @@ def train(
                 break
         spent = round(time.process_time() - start)
         exp.save()
-        found = score(exp, episodes)
+        found, before = score(exp, episodes), afterwards(exp)
     ends = {"how": how, "seed": seed, "env_steps": row["env_steps_total"], "own_steps": row["agent_steps_total"]}
-    return [*lines, {**ends, "cpu_s": spent, "baseline": found, "set": given}]
+    return [*lines, {**ends, "cpu_s": spent, "baseline": found, "snapshots": before, "set": given}]
 
 
 def meet(one: Path, other: Path, games: int = 400) -> dict[str, Any]:
-    """How often the newest policy of the first run beats that of the second, of decided games, both drawing."""
+    """How often the newest policy of the first run beats that of the second, of decided games, both drawing, each side
+    in half of them."""
+    rng = np.random.default_rng(0)
     with Experiment.load(one, trust=True) as a, Experiment.load(other, trust=True) as b:
-        (mine,), (theirs,) = (exp.players(exp.spec_of()).values() for exp in (a, b))
-        matches = play_two(mine, theirs, a.config["env"], a.spec_of().agents, games, mode=SAMPLE)
-    found = [outcome(match, (agent,)) for match, agent in matches]
-    won, lost = found.count(1), found.count(-1)
-    return {"won": won, "drawn": found.count(0), "lost": lost, "of_decided": round(won / max(won + lost, 1), 3)}
+        mine, theirs = (by(player, SAMPLE, rng) for e in (a, b) for player in e.players(e.spec_of()).values())
+        found = np.concatenate([returns(mine, theirs, games // 2), -returns(theirs, mine, games // 2, games)])
+    won, lost = int((found > 0).sum()), int((found < 0).sum())
+    return {
+        "won": won,
+        "drawn": len(found) - won - lost,
+        "lost": lost,
+        "of_decided": round(won / max(won + lost, 1), 3),
+    }
+
+
+def draw(files: Sequence[Path], out: Path) -> None:
+    """slimevolley.png: scores of the snapshots of runs against the baseline, by own decisions."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=150)
+    axes = figure.add_subplot()
+    for file in files:
+        end = json.loads(file.read_text().splitlines()[-1])
+        own = end["own_steps"] / end["env_steps"]
+        points = [(steps * own, mean) for steps, mean in end["snapshots"]]
+        points.append((end["own_steps"], end["baseline"][GREEDY]["mean"]))
+        colour = "C0" if end["how"] == "league" else "C1"
+        axes.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=f"{end['how']}, seed {end['seed']}")
+    for value, name in PUBLISHED.items():
+        axes.axhline(value, color="0.5", lw=1, ls="--")
+        axes.annotate(name, (0.01, value), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
+    axes.set(xlabel="own decisions", ylabel="mean return against the baseline, greedy")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.savefig(out / "slimevolley.png")
 
 
 def main() -> None:
@@ -215,12 +269,17 @@ def main() -> None:
     training.add_argument("--out", type=Path, default=HERE / "learning")
     two = commands.add_parser("meet")
     two.add_argument("runs", nargs=2, type=Path)
+    picture = commands.add_parser("draw")
+    picture.add_argument("files", nargs="+", type=Path)
+    picture.add_argument("--out", type=Path, default=HERE / "learning")
     commands.add_parser("check")
     args = parser.parse_args()
     if args.command == "check":
         print(f"{check():,} steps, all the same")
     elif args.command == "meet":
         print(json.dumps(meet(*args.runs)))
+    elif args.command == "draw":
+        draw(args.files, args.out)
     else:
         args.out.mkdir(parents=True, exist_ok=True)
         name = f"slimevolley-{args.how}-{args.seed}"
