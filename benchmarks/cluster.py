@@ -28,7 +28,7 @@ from typing import Any
 import bray
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-_PATIENCE_S = 240.0
+_PATIENCE_S = 600.0
 
 
 @contextmanager

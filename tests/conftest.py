@@ -206,3 +206,11 @@ def _few_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     `draws`."""
     if request.node.get_closest_marker("draws") is None:
         monkeypatch.setattr("bray.figures.learning_curve", lambda run_dirs, out, *_: out)
+
+
+@pytest.fixture(autouse=True)
+def _steps_are_not_timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of each environment that says nothing of it is timed in a process of its own, which imports the test and
+    torch with it: 1 to 5 s of CPU, hundreds of times. Tests that look at that are marked `times`."""
+    if request.node.get_closest_marker("times") is None:
+        monkeypatch.setattr("bray.train.settle.time_step", lambda build: None)

@@ -488,7 +488,7 @@ def train(env, iterations, algo="PPO", seed=0, **config):
 
 def test_masked_ppo_never_acts_illegally_and_learns():
     config = {"num_envs": 8, "rollout_length": 32, "lr": 3e-3, "epochs": 4, "minibatches": 4, "fcnet_hiddens": [32]}
-    assert train(Masked, 40, **config) >= 9.0
+    assert train(Masked, 20, **config) >= 9.0
 
 
 def test_masked_dqn_never_acts_illegally_and_learns():
@@ -500,7 +500,7 @@ def test_masked_dqn_never_acts_illegally_and_learns():
 @pytest.mark.parametrize("env", [Masked, Cut])
 @pytest.mark.parametrize("algo", ["PQN", "SAC-Discrete", "DQN", "IMPALA"])
 def test_nothing_is_infinite_where_nothing_is_legal(algo, env):
-    replay = {"learning_starts": 100, "batch_size": 32, "train_every": 16}
+    replay = {"learning_starts": 100, "batch_size": 32, "train_every": 16, "iteration_steps": 400}
     config = {"num_envs": 4, **({"rollout_length": 16} if algo in ("PQN", "IMPALA") else replay)}
     exp = Experiment(run=algo, env=env, use_preset=False, seed=0, config=config)
     for _ in range(5):
@@ -545,7 +545,7 @@ def test_recurrent_ppo_remembers(cell):
         "lstm_cell_size": 16,
     }
     config |= {"recurrent": cell, "epochs": 4, "minibatches": 2, "max_seq_len": 5}
-    assert train(Recall, 60, **config) == 1.0
+    assert train(Recall, 40, **config) == 1.0
 
 
 def test_without_memory_recall_is_chance():
@@ -563,7 +563,7 @@ def test_composite_actions_learn():
         "fcnet_hiddens": [32],
         "entropy_coef": 0.0,
     }
-    assert train(Composite, 60, **config) >= 7.0
+    assert train(Composite, 45, **config) >= 7.0
 
 
 def test_bfloat16_updates_learn_too():
@@ -576,7 +576,7 @@ def test_bfloat16_updates_learn_too():
         "fcnet_hiddens": [32],
         "precision": "bfloat16",
     }
-    assert train(Masked, 40, **config) >= 9.0
+    assert train(Masked, 20, **config) >= 9.0
 
 
 def test_observation_normalisation_is_part_of_the_weights():

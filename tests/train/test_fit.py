@@ -19,6 +19,7 @@ from bray.errors import ConfigError
 from bray.train import gpu as gpus, settle as settling
 from bray.train.fit import Facts, Gpu, Work, banded, dealt, fit
 
+pytestmark = pytest.mark.times
 H200 = Gpu("NVIDIA H200", 0, 130.0)
 NATURE = 1.9e7  # floating-point operations of a forward
 PICTURES = Work(NATURE, NATURE, 4.0, 4 * 8 / (64 * 256))
