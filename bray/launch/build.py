@@ -208,9 +208,11 @@ def _actor(run: Launched, modules: Modules, c: Component) -> None:
         actor.serve(Actor=modules.needed(c), name=c.name, config=graph.config)
         return
     saves = graph.settings.dump_state and s.episode_save_interval is not None
+    agents = {name: graph.components[name] for name in s.agents if name in graph.components}
     actor.serve(
         Actor=find_part("PolicyActor"),
-        agents={name: modules.needed(graph.components[name]) for name in s.agents if name in graph.components},
+        agents={name: modules.needed(agent) for name, agent in agents.items()},
+        seats={name: seats for name, agent in agents.items() if (seats := agent.settings.seats)},
         fallback=s.fallback,
         record=None if s.record is None else str(Path(s.record).absolute()),
         config=graph.config if deployment is None else config_for(graph, deployment),

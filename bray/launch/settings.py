@@ -107,6 +107,9 @@ class AgentSettings(ComponentSettings):
     """The buffer that a `PolicyAgent` pushes to. It may be absent in deploy mode."""
     algo: Name | None = None
     """A `kind: config` component that names an algorithm, whose `Policy` a `PolicyAgent` acts with."""
+    seats: tuple[Name, ...] = ()
+    """In a game of several agents: whose sessions it answers, of those that are named `<game>-agent-<agent>`; of the
+    others it is told nothing. None = all sessions."""
     explore: bool = True
     """`false`: a `PolicyAgent` plays as well as it can and learns nothing."""
     act: Literal["greedy", "sample"] = "greedy"

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import logging
 import sys
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from bray.limited_log import LimitedLog
 from bray.serving.actor import FAILURES, Actor
 from bray.serving.episodes import pack_state, write_episode
 from bray.serving.messages import MAX_JSON, json_too_large, make_codec
+from bray.serving.protocol import malformed
 from bray.serving.state import Crew, State, parse_session, running_agent
 
 __all__ = ["Agent", "AgentActor", "State"]
@@ -112,6 +113,7 @@ class AgentActor(Actor):
         keep: int = 100,
         actor: int | None = None,
         max_json: int = MAX_JSON,
+        seats: Mapping[str, Collection[str]] | None = None,
     ):
         """
         Args:
@@ -125,6 +127,8 @@ class AgentActor(Actor):
             keep: how many episode files of this actor are kept, the newest ones.
             actor: the number of this slot; None = the smallest that no other AgentActor of this process has.
             max_json: bytes of a tick that is JSON; more is refused with 413.
+            seats: of agents that are for some agents of the game alone, whose sessions those are. Where there are such,
+                a session that none of them is for is refused.
         """
         if not agents:
             raise ConfigError("an AgentActor needs agents: expected {name: AgentClass}, got none")
@@ -141,7 +145,7 @@ class AgentActor(Actor):
         if actor is None:
             actor = self._number = heapq.heappop(_free) if _free else next(_numbers)
         self.actor = actor
-        self._classes, self._config = agents, config
+        self._classes, self._config, self._seats = agents, config, seats or {}
         codec = self._codec = make_codec(serialize, tick_input_proto, tick_output_proto)
         late = serialize == "json" and all(getattr(cls, "late_input", False) for cls in agents.values())
         self._decode = codec.decode if late else None
@@ -184,7 +188,12 @@ class AgentActor(Actor):
         self._game, self._agent = parse_session(session)
         self._ticks = 0
         state = State(session, self.actor, 0, data)
+        if self._seats and not any(self._agent in seats for seats in self._seats.values()):
+            known = ", ".join(dict.fromkeys(seat for seats in self._seats.values() for seat in seats))
+            raise malformed(f"expected a session named <game>-agent-<agent> of {known}, got the agent {self._agent!r}")
         for name, cls in self._classes.items():
+            if self._agent not in self._seats.get(name, (self._agent,)):
+                continue
             watches = getattr(cls, "watches", False) is True
             try:
                 self._agents.append((name, cls(name, self._config, state)))

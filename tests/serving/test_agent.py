@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import gc
+import json
 import pickle
 import time
 
@@ -12,6 +13,7 @@ from bray.errors import ConfigError, Overloaded, WaitError
 from bray.serving import agent as agent_module
 from bray.serving.agent import Agent, AgentActor, State
 from bray.serving.messages import BadMessage
+from bray.serving.protocol import Refusal
 from bray.serving.state import parse_session
 from tests.agent_for_tests import agent, play, run, tick
 
@@ -207,6 +209,28 @@ def test_agents_are_made_at_the_start_of_each_session():
     assert made[2:6] == [("g1-agent-red", "red", 0, 7, [1])] * 2 + [("g1-agent-red", "red", 1, 7, "x")] * 2
     assert made[6:8] == [(name, config, "g2", "g2", "", 7, b"hello") for name in "ab"]
     assert made[8] == ("g2", "", 0, 7, [1])
+
+
+def test_agents_of_some_seats_answer_the_sessions_of_these_alone():
+    class Named(Agent):
+        def __init__(self, name, config, state):
+            self.name = name
+
+        def on_tick(self, state):
+            state.output = {**(state.output if hasattr(state, "output") else {}), self.name: state.agent}
+
+    async def main():
+        seats = {"a": ["red"], "b": ["blue", "green"]}
+        actor = AgentActor({"a": Named, "b": Named}, serialize="json", seats=seats)
+        for seat, answers in (("red", "a"), ("green", "b"), ("blue", "b")):
+            await actor.start(f"g1-agent-{seat}", b"")
+            assert json.loads(await tick(actor, b"[1]")) == {answers: seat}
+            await actor.end(b"")
+        for session in ("g1", "g1-agent-black"):
+            with pytest.raises(Refusal, match="of red, blue, green, got the agent"):
+                await actor.start(session, b"")
+
+    run(main())
 
 
 def test_an_agent_that_cannot_be_made_is_named():
