@@ -39,18 +39,18 @@ HERE = Path(__file__).parent
 BOT = "benchmarks.connect_four:one_ply"
 GOALS = {"random": 0.98, BOT: 0.70, "first": 0.90}
 SETTINGS: dict[str, Any] = {
-    "env_config": {"random_moves": 12},
+    "env_config": {"random_moves": 20},
     "eval_env_config": {"random_moves": 0},
-    "num_envs": 256,
-    "rollout_length": 32,
+    "num_envs": 512,
+    "rollout_length": 16,
     "epochs": 3,
     "minibatches": 8,
     "lr": {"kind": "linear", "start": 1e-3, "end": 1e-4, "steps": 4_000_000},
     "gamma": 1.0,
     "lambda_": 0.9,
-    "entropy_coef": 0.02,
-    "conv_filters": [[64, [4, 4], 1]],
-    "conv_features": 128,
+    "entropy_coef": 0.05,
+    "conv_filters": [[64, [3, 3], 1], [128, [4, 4], 1]],
+    "conv_features": 256,
     "self_play": {"pool": 20, "newest": 0.6, "snapshot_every": 100_000, "opponents": list(GOALS)},
     "iteration_steps": 50_000,
     "eval_freq": 5,
@@ -237,13 +237,12 @@ def train(path: Path, seed: int, minutes: float, steps: int | None, given: list[
                 break
         spent = time.process_time() - start
         final = exp.training.evaluate(200)
-        settings = {"env": exp.config["env"].env_config, "set": given}
         exp.save()
     found = {name: {k: final[f"eval/{name}/{k}"] for k in ("win", "draw", "loss")} for name in GOALS}
     risen = rises(path)
     return {
         "seed": seed,
-        "settings": settings,
+        "set": given,
         "env_steps": row["env_steps_total"],
         "cpu_s": round(spent),
         "found": found,
@@ -271,8 +270,8 @@ def main() -> None:
             file.writelines(f"{json.dumps(line)}\n" for line in lines)
         print(json.dumps(record))
         bray_command(["league", str(path), "--plot"])
-        for picture in (path / "figures").glob("*.png"):
-            shutil.copy(picture, args.out / f"{name}-{picture.name}")
+        for picture in ("ratings", "payoff", "opponents"):
+            shutil.copy(path / "figures" / f"{picture}.png", args.out / f"{name}-{picture}.png")
 
 
 if __name__ == "__main__":
