@@ -18,6 +18,7 @@ import argparse
 import faulthandler
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -32,7 +33,7 @@ from typing import Any
 import numpy as np
 
 import bray
-from bray.train.learners import LearnersTraining
+from bray.metrics.spent import PHASES
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -70,8 +71,6 @@ def train(settings: dict[str, Any], env: str, seconds: float, path: str) -> None
     is where it is."""
     faulthandler.register(signal.SIGUSR1)
     say(f"{settings['num_learners']} learners, record={settings.get('record', True)}")
-    if settings["device"] == "cuda":
-        LearnersTraining.records_on_gpus = True  # where `record` says so
     with bray.Experiment("PPO", env, use_preset=False, seed=1, config=settings, path=path) as exp:
         rows = exp.train()
         for number in range(2):
@@ -84,36 +83,43 @@ def train(settings: dict[str, Any], env: str, seconds: float, path: str) -> None
             say(f"{'recorded' if recorded else 'eager'}, {'all agree' if agree else 'ranks differ'}")
         processes = [os.getpid(), *getattr(exp.training, "process_ids", [])]
         start, cpu, steps = time.perf_counter(), on_cores(processes), exp.last_row["env_steps_total"]
-        row = next(rows)
+        seen = [next(rows)]
         while time.perf_counter() - start < seconds:
-            row = next(rows)
-        steps = row["env_steps_total"] - steps
+            seen.append(next(rows))
+        steps = seen[-1]["env_steps_total"] - steps
         seconds = time.perf_counter() - start
+        spent = {phase: statistics.median(row[f"perf/{phase}"] for row in seen) for phase in PHASES}
+        say("ms of an iteration of the first: " + ", ".join(f"{phase} {ms:.0f}" for phase, ms in spent.items()))
         print(steps / seconds, 1000 * (on_cores(processes) - cpu) / steps, flush=True)
         rows.close()
 
 
-def run(settings: dict[str, Any], seconds: float, env: str, path: str, limit: float) -> tuple[float, float]:
-    """Steps per second of one training, and CPU milliseconds per step. One that takes longer than `limit` seconds says
-    where all its processes are, and the program ends."""
-    told = json.dumps([{**SETTINGS, **settings}, env, seconds, path])
-    command = [sys.executable, "-m", "benchmarks.learners", "--one", told]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def run(
+    settings: dict[str, Any], seconds: float, env: str, path: str, limit: float, copies: int = 1
+) -> tuple[float, float]:
+    """Steps per second of one training, or of several that know nothing of each other, and CPU milliseconds per step.
+    One that takes longer than `limit` seconds says where all its processes are, and the program ends."""
+    end, found, processes = time.monotonic() + limit, [], []
+    for number in range(copies):
+        told = json.dumps([{**SETTINGS, **settings}, env, seconds, f"{path}{number or ''}"])
+        command = [sys.executable, "-m", "benchmarks.learners", "--one", told]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    for process in processes:
         try:
-            said, _ = process.communicate(timeout=limit)
+            said, _ = process.communicate(timeout=end - time.monotonic())
         except subprocess.TimeoutExpired:
             print(f"{settings}: more than {limit:g} s", file=sys.stderr, flush=True)
-            stuck = members(process.pid)
+            stuck = [member for first in processes for member in members(first.pid)]
             for member in stuck:
                 print(where(member), file=sys.stderr, flush=True)
             for member in stuck:
                 with suppress(ProcessLookupError):
                     os.kill(member, signal.SIGKILL)
             sys.exit(1)
-    if process.returncode:
-        sys.exit(f"{settings}: it ended with {process.returncode}, see above")
-    speed, cpu = map(float, said.split()[-2:])
-    return speed, cpu
+        if process.returncode:
+            sys.exit(f"{settings}: it ended with {process.returncode}, see above")
+        found.append([float(x) for x in said.split()[-2:]])
+    return sum(speed for speed, _ in found), statistics.mean(cpu for _, cpu in found)
 
 
 def members(first: int) -> list[int]:
@@ -173,13 +179,16 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {case: [] for case in given.cases}
     for _ in range(given.repeat):
         for case in given.cases:
-            learners, threads = map(int, case.split("x"))
+            learners, threads, copies = map(int, re.fullmatch(r"(\d+)x(\d+)(?:\*(\d+))?", case).groups("1"))
             with tempfile.TemporaryDirectory(prefix="bray-learners-") as folder:
                 settings = {"num_learners": learners, "threads": threads}
-                found[case].append(run(settings, given.seconds, given.env, f"{folder}/run", given.limit))
+                found[case].append(run(settings, given.seconds, given.env, f"{folder}/run", given.limit, copies))
             say("{}: {:.1f} steps/s, {:.3f} ms of CPU a step".format(case, *found[case][-1]))
     medians = {case: [statistics.median(x) for x in zip(*each, strict=True)] for case, each in found.items()}
-    best = max((speed for case, (speed, _) in medians.items() if case.startswith("1x")), default=float("nan"))
+    best = max(
+        (speed for case, (speed, _) in medians.items() if case.startswith("1x") and "*" not in case),
+        default=float("nan"),
+    )
     for case, (speed, cpu) in medians.items():
         ratio = round(speed / best, 3)
         print(json.dumps({"case": case, "steps_per_s": round(speed, 1), "to_best": ratio, "cpu_ms": round(cpu, 3)}))

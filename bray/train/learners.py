@@ -11,12 +11,9 @@ lost.
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -47,7 +44,6 @@ logger = logging.getLogger("bray")
 
 _SEEDS = 10_007  # from one rank to the next: no two of them play the same games
 _HERE = "127.0.0.1"
-_IFNAME = "GLOO_SOCKET_IFNAME"
 
 
 class _Told(Totals):
@@ -131,10 +127,6 @@ def _plain(x: Any) -> Any:
 class LearnersTraining(RankTraining):
     """The first of several learners, which starts the others."""
 
-    records_on_gpus = False
-    """Whether updates on GPUs are recorded: as CUDA graphs, between which the ranks talk. Off until it has been seen to
-    work on one."""
-
     def __init__(
         self,
         algo: Any,
@@ -155,8 +147,6 @@ class LearnersTraining(RankTraining):
                 "batches; set num_learners=%d or less",
                 run.num_learners, there, there,
             )  # fmt: skip
-        if run.device != "cpu" and not self.records_on_gpus:
-            run = replace(run, record=False)
         self._parts = algo, run, sent(env), model, config
         self._crew: Crew = ProcessCrew() if crew is None else crew()
         self._on = "" if crew is None else " on ray"
@@ -165,9 +155,8 @@ class LearnersTraining(RankTraining):
         self._news = True
         self.restarts = 0
         try:
-            with self._over_loopback():
-                self._start_others(run)
-                super().__init__(algo, run, env, model, config)
+            self._start_others(run)
+            super().__init__(algo, run, env, model, config)
             self._wait_for_others()
         except BaseException:
             self._end_others()
@@ -183,20 +172,6 @@ class LearnersTraining(RankTraining):
             place = Place(rank, size, self._crew.address, store.port, backend)
             self._others.append(self._crew.start(partial(JoinedLearner, self._parts, place), self.restarts > 0))
         dist.init_process_group(backend, store=store, rank=0, world_size=size, timeout=_patience(run))
-
-    @contextmanager
-    def _over_loopback(self) -> Iterator[None]:
-        """Inside, gloo does not look up this machine's name, where all are on it: that takes long where no name server
-        answers."""
-        known = self._on or _IFNAME in os.environ
-        name = "" if known else next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
-        if name:
-            os.environ[_IFNAME] = name
-        try:
-            yield
-        finally:
-            if name:
-                os.environ.pop(_IFNAME, None)
 
     def _wait_for_others(self) -> None:
         for other in self._others:
@@ -258,9 +233,8 @@ class LearnersTraining(RankTraining):
         return "; ".join(words) or "another learner was lost"
 
     def _begin_again(self) -> None:
-        with self._over_loopback():
-            self._start_others(self.run_config)
-            self.ranks.meet()
+        self._start_others(self.run_config)
+        self.ranks.meet()
         self._wait_for_others()
         self._news = True
 

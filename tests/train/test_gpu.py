@@ -8,7 +8,6 @@ from torch import nn
 from bray import Experiment
 from bray.capture import capture
 from bray.optim import Optimizer
-from bray.train.learners import LearnersTraining
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
 
@@ -73,8 +72,7 @@ def test_training_on_the_gpu_records_its_updates(run, env, more):
     exp.close()
 
 
-def test_two_learners_that_share_a_gpu_learn_recorded_what_they_learn_eagerly(monkeypatch):
-    monkeypatch.setattr(LearnersTraining, "records_on_gpus", True)
+def test_two_learners_that_share_a_gpu_learn_recorded_what_they_learn_eagerly():
     weights = {}
     for record in (False, True):
         config = {"num_learners": 2, "num_envs": 4, "rollout_length": 32, "minibatches": 2, "record": record}
