@@ -1,11 +1,11 @@
-"""python -m benchmarks.offline CASE... --peer PYTHON [--steps 20000] [--seeds 0 1 2 3 4] [--device cuda]
-python -m benchmarks.offline CASE... --peer PYTHON --speed [--turns 5] [--device cuda]
+"""python -m benchmarks.offline CASE... --peer PYTHON [--steps 20000] [--seeds 0 1 2 3 4] [--device cuda [--compiled]]
+python -m benchmarks.offline CASE... --peer PYTHON --speed [--turns 5] [--device cuda [--compiled]]
 
 Bray beside d3rlpy 2.8 on the same files (`benchmarks.learning.demos`): scores after --steps gradient steps, of ten
 greedy episodes on the same seeds, in points (0 = random play, 100 = the script that made the good half of the data); or
 with --speed the gradient steps in a second, by turns, one thread each: a CPU second, or with --device cuda one of the
-clock, with `compile_graph=True` on their side. --peer is a Python that has d3rlpy 2.8.1 and our torch, in an
-environment of its own: it wants gymnasium 1.0.
+clock. --compiled: with `compile_graph=True` on their side. --peer is a Python that has d3rlpy 2.8.1 and our torch, in
+an environment of its own: it wants gymnasium 1.0.
 
 Both sides have networks of 256 x 256, batches of 256 and a discount of 0.99; all else are the defaults of each.
 """
@@ -94,8 +94,8 @@ class Ours:
 class Peer:
     """The same of d3rlpy, in its own process."""
 
-    def __init__(self, python: str, run: str, env: str, rows: Path, seed: int, device: str):
-        words = [python, str(SCRIPT), run, env, str(rows), str(seed), device]
+    def __init__(self, python: str, run: str, env: str, rows: Path, seed: int, device: str, compiled: bool):
+        words = [python, str(SCRIPT), run, env, str(rows), str(seed), device, "compiled" if compiled else "as it is"]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -136,11 +136,11 @@ def as_npz(files: Path, out: Path) -> Path:
 
 
 @contextmanager
-def both(case: str, python: str, seed: int, device: str) -> Iterator[tuple[Ours, Peer]]:
+def both(case: str, python: str, seed: int, device: str, compiled: bool) -> Iterator[tuple[Ours, Peer]]:
     run, env, data = CASES[case]
     files = demos.made(data)
     with tempfile.TemporaryDirectory() as folder:
-        peer = Peer(python, run, env, as_npz(files, Path(folder) / "rows.npz"), seed, device)
+        peer = Peer(python, run, env, as_npz(files, Path(folder) / "rows.npz"), seed, device, compiled)
         try:
             yield Ours(run, env, files, seed, device, Path(folder)), peer
         finally:
@@ -148,9 +148,9 @@ def both(case: str, python: str, seed: int, device: str) -> Iterator[tuple[Ours,
             peer.process.wait()
 
 
-def speed(case: str, python: str, turns: int, device: str) -> dict[str, Any]:
+def speed(case: str, python: str, turns: int, device: str, compiled: bool) -> dict[str, Any]:
     """Gradient steps in a second: the median of the turns, after one to warm up."""
-    with both(case, python, 0, device) as sides:
+    with both(case, python, 0, device, compiled) as sides:
         rates = [[TURN / side.steps(TURN) for side in sides] for _ in range(turns + 1)][1:]
     ours, theirs = np.median(rates, 0).tolist()
     ratio = float(np.median([mine / other for mine, other in rates]))
@@ -158,12 +158,12 @@ def speed(case: str, python: str, turns: int, device: str) -> dict[str, Any]:
     return {"case": case, "device": device, **rounded}
 
 
-def score(case: str, python: str, steps: int, seeds: list[int], device: str) -> dict[str, Any]:
+def score(case: str, python: str, steps: int, seeds: list[int], device: str, compiled: bool) -> dict[str, Any]:
     """Points of each seed, and how far our mean is above d3rlpy's."""
     low, high = POINTS[CASES[case][1]]
     points: tuple[list[float], list[float]] = ([], [])
     for seed in seeds:
-        with both(case, python, seed, device) as sides:
+        with both(case, python, seed, device, compiled) as sides:
             for found, side in zip(points, sides, strict=True):
                 side.steps(steps)
                 found.append(round(100.0 * (float(np.mean(side.play(EPISODES))) - low) / (high - low), 1))
@@ -181,13 +181,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compiled", action="store_true")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     for case in args.cases or CASES:
         if args.speed:
-            found = speed(case, args.peer, args.turns, args.device)
+            found = speed(case, args.peer, args.turns, args.device, args.compiled)
         else:
-            found = score(case, args.peer, args.steps, args.seeds, args.device)
+            found = score(case, args.peer, args.steps, args.seeds, args.device, args.compiled)
         print(json.dumps(found), flush=True)
 
 

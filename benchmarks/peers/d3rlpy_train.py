@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 
-def make(name: str, actions: gym.Space, device: str):
-    """Its defaults, but for the sizes that both sides have; compiled and recorded where there is a GPU."""
+def make(name: str, actions: gym.Space, device: str, compiled: bool):
+    """Its defaults, but for the sizes that both sides have."""
     encoder = d3rlpy.models.encoders.VectorEncoderFactory(hidden_units=[256, 256])
     encoders = dict.fromkeys(("actor_encoder_factory", "critic_encoder_factory"), encoder)
-    more = {"batch_size": 256, "compile_graph": device != "cpu"}
+    more = {"batch_size": 256, "compile_graph": compiled}
     device = "cpu:0" if device == "cpu" else "cuda:0"
     algos, scaler = d3rlpy.algos, {}
     if isinstance(actions, gym.spaces.Box):
@@ -39,7 +39,7 @@ def make(name: str, actions: gym.Space, device: str):
 
 
 def main() -> None:
-    name, env_id, file, seed, device = sys.argv[1:6]
+    name, env_id, file, seed, device, how = sys.argv[1:7]
     clock = time.process_time if device == "cpu" else time.perf_counter
     torch.set_num_threads(1)
     d3rlpy.seed(int(seed))
@@ -54,7 +54,7 @@ def main() -> None:
         rows["timeouts"],
         action_space=d3rlpy.ActionSpace.DISCRETE if discrete else d3rlpy.ActionSpace.CONTINUOUS,
     )
-    algo = make(name, env.action_space, device)
+    algo = make(name, env.action_space, device, how == "compiled")
     algo.build_with_dataset(data)
     if (scaler := algo.config.observation_scaler) is not None:
         scaler.fit_with_transition_picker(data.episodes, data.transition_picker)

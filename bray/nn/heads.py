@@ -426,7 +426,8 @@ class ContinuousQ(_Critics):
     def of_many(self, obs: Any, actions: Tensor) -> Tensor:
         """Values of S actions at each observation: `actions [S, B, D]` -> `[n, S, B]`."""
         x = self.features(obs).expand(len(actions), -1, -1)
-        return self.towers(torch.cat([x, actions], 2).flatten(0, 1)).squeeze(2).unflatten(1, actions.shape[:2])
+        x = torch.cat([x, actions, torch.ones_like(actions[..., :1])], 2)
+        return self.towers(x.flatten(0, 1), ones=True).squeeze(2).unflatten(1, actions.shape[:2])
 
 
 def _continuous(spec: EnvSpec) -> int:

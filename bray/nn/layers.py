@@ -178,14 +178,18 @@ class Towers(nn.Module):
         self.batch_norms = nn.ModuleList(BatchRenorm(n, size) for size in sizes[:-1]) if batch_norm else None
         self.out_features = sizes[-1]
 
-    def forward(self, x: Tensor, first: int | None = None, learn: bool = False) -> Tensor:
+    def forward(self, x: Tensor, first: int | None = None, learn: bool = False, ones: bool = False) -> Tensor:
         """first: the first MLPs alone. learn: batch norms normalise by this batch, and their running statistics follow
-        it."""
+        it. ones: behind its features, x has a column of ones, for the biases of the first layer: where rows are many
+        and features few, a bias costs a pass over the outputs, and one over their gradients."""
         x = x.expand(first or self.n, *x.shape) if x.ndim == 2 else x
         for k, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             if self.batch_norms is not None:
                 x = self.batch_norms[k](x, learn)
-            x = torch.baddbmm(bias[:first], x, weight[:first])
+            if ones and k == 0:
+                x = torch.bmm(x, torch.cat([weight, bias], 1)[:first])
+            else:
+                x = torch.baddbmm(bias[:first], x, weight[:first])
             if k < self.num_hidden:
                 if self.layer_norm:
                     norm = F.layer_norm(x, (weight.shape[-1],))
