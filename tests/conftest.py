@@ -114,6 +114,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneRay(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ray ends with the last test that shares it: its processes took a twentieth of a core until all others had run."""
+    if item.path.name in SHARED_RAY and (nextitem is None or nextitem.path.name not in SHARED_RAY):
+        from tests.ray_for_tests import stop_shared_ray
+
+        stop_shared_ray()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name + item.nodeid.partition(".py")[2] in SLOW:
