@@ -19,7 +19,7 @@ from torch import Tensor
 FOLDER = "/dev/shm"
 """Of files that are nowhere but in memory; each is gone as soon as all ranks have opened it."""
 _HEAD = 64  # bytes before the arrays: what tells this memory from another one of the same name
-_BLOCK = 1 << 16  # numbers that are added up at a time: they stay in a core's cache
+_BLOCK = 1 << 16  # numbers that a thread adds up at a time: they stay in a core's cache
 
 SMALLEST = 1 << 16
 """Numbers of an array for which this is the shorter way."""
@@ -101,8 +101,9 @@ class SharedMean:
 
 def _mean_of(given: Sequence[Tensor], mean: Tensor, at: int, end: int) -> Tensor:
     """Their mean between two places, into `mean`."""
-    for start in range(at, end, _BLOCK):
-        span = slice(start, min(start + _BLOCK, end))
+    block = _BLOCK * torch.get_num_threads()
+    for start in range(at, end, block):
+        span = slice(start, min(start + block, end))
         out = torch.add(given[0][span], given[1][span], out=mean[span])
         for other in given[2:]:
             out += other[span]

@@ -4,6 +4,7 @@ listens."""
 import itertools
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -491,14 +492,18 @@ def test_a_ray_of_its_own_is_told_of_enough_cpus(file):
     assert command.ray_settings(Launch(config=file, cluster="local"), asked) == {}
 
 
-def test_python_m_bray_launch_is_the_same_command(real):
+def test_python_m_bray_launch_is_the_same_command(real, monkeypatch, capsys):
+    def said(module, *words):
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        with pytest.raises(SystemExit) as end:  # as `python -m` runs it
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        assert not end.value.code
+        return capsys.readouterr().out
+
     words = ["--config", str(real), "--check", "--cluster", "local"]
-    outs = [
-        subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, check=True).stdout
-        for start in (["-m", "bray.launch"], ["-m", "bray", "launch"])
-    ]
-    assert outs[0] == outs[1]
-    assert "mode train · 8 components" in outs[0]
-    help = subprocess.run([sys.executable, "-m", "bray.launch", "--help"], capture_output=True, text=True, check=True)
-    assert "Usage: bray launch" in help.stdout
-    assert all(flag in help.stdout for flag in ("--config", "--mode", "--trial", "--check", "--graph", "--cluster"))
+    whole = said("bray.launch", *words)
+    assert whole == said("bray", "launch", *words)
+    assert "mode train · 8 components" in whole
+    help = said("bray.launch", "--help")
+    assert "Usage: bray launch" in help
+    assert all(flag in help for flag in ("--config", "--mode", "--trial", "--check", "--graph", "--cluster"))
