@@ -15,6 +15,7 @@ from bray.experiment.record import RecordActor
 from bray.rundir import RunDir
 from bray.serving.protocol import Refusal
 from bray.spec import EnvSpec, parse_space
+from tests import forked
 
 SPEC = EnvSpec("files", parse_space("float32[2]"), parse_space("3"))
 
@@ -90,7 +91,7 @@ def test_ticks_that_do_not_fit_are_refused_and_leave_the_episode_as_it_is(sent, 
 
 def test_a_game_plays_against_the_command(tmp_path):
     words = ["record", "--port", "0", "--obs", "float32[2]", "--actions", "3", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen([sys.executable, "-m", "bray", *words], stdout=subprocess.PIPE, text=True)
+    process = forked.Popen([sys.executable, "-m", "bray", *words], stdout=subprocess.PIPE, text=True)
     try:
         said = process.stdout.readline()
         port = int(said.partition("127.0.0.1:")[2].partition(",")[0])

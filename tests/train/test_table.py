@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.rundir import RunDir
 from bray.train.callbacks import CallbackList
+from tests import forked
 
 PLAIN = {"device": "cpu", "num_workers": 0, "inference": "worker"}  # nothing is timed before the games begin
 SMALL = {"num_envs": 3, "fcnet_hiddens": [4], "use_preset": False, "save_figure": False, **PLAIN}
@@ -456,7 +456,7 @@ def test_after_kill_minus_nine_a_game_goes_on_exactly(tmp_path):
     del told["use_preset"]
     words = ["--env", "chaos_for_tests:Chaos", "--no-preset", "--config", json.dumps({**told, "checkpoint_freq": 1})]
     words += ["--project", str(tmp_path), "--trial", "r", "--stop", '{"time_total_s": 1000}', "--quiet"]
-    process = subprocess.Popen([sys.executable, "-m", "bray", "train", *words], start_new_session=True)
+    process = forked.Popen([sys.executable, "-m", "bray", "train", *words], start_new_session=True)
     until = time.monotonic() + 120
     while len(RunDir(tmp_path / "r").steps()) < 4 and time.monotonic() < until:
         assert process.poll() is None
