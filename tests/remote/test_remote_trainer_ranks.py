@@ -118,7 +118,8 @@ def numbers(ranks, path):
 def large_means(ranks, path):
     """Of arrays for which the ranks share memory; then of one for which there is none."""
     count = 3 * shared_mean.SMALLEST + 5
-    mine = [np.random.default_rng(2 * i + ranks.rank).standard_normal(count + i).astype(np.float32) for i in range(3)]
+    rng = np.random.default_rng(ranks.rank)  # the second one needs new memory, the others take turns in it
+    mine = [rng.standard_normal(count + i).astype(np.float32) for i in (0, 1, 0, 1, 0)]
     given = [torch.from_numpy(x) for x in mine]
     shared_mean.FOLDER = path
     means = [ranks.mean(x).numpy() for x in given]
@@ -378,7 +379,7 @@ def outcome(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcome_of_four(tmp_path_factory):
-    return left_by(4, tmp_path_factory.mktemp("four"), [first_steps])
+    return left_by(4, tmp_path_factory.mktemp("four"), [first_steps, large_means])
 
 
 # --- what they have left ----------------------------------------------------------------------------------------------
@@ -425,12 +426,13 @@ def test_numbers_and_bytes_of_all_ranks(outcome):
     assert a == ([2.0, 1.0], 4.0, b"\0\0\0", [b"\0\0\0", b"\1\1\1\1"], b"")
 
 
-def test_means_of_large_arrays_go_through_shared_memory_where_all_have_it(outcome):
-    (a, means_a, found_a), (b, means_b, found_b) = outcome(large_means)
-    for x, y, mean, other in zip(a, b, means_a, means_b, strict=True):
-        assert np.array_equal(mean, (x + y) * np.float32(0.5))
-        assert np.array_equal(mean, other)
-    assert found_a == found_b == (True, [None, None], True, [])
+@pytest.mark.parametrize(("fixture", "size"), [("outcome", 2), ("outcome_of_four", 4)])
+def test_means_of_large_arrays_go_through_shared_memory_where_all_have_it(request, fixture, size):
+    given, means, found = zip(*request.getfixturevalue(fixture)(large_means), strict=True)
+    for arrays, theirs in zip(zip(*given, strict=True), zip(*means, strict=True), strict=True):
+        assert len(arrays) == size
+        assert all(np.array_equal(mean, sum(arrays[1:], arrays[0]) * np.float32(1 / size)) for mean in theirs)
+    assert found == ((True, [None, None], True, []),) * size
 
 
 def test_ranks_of_different_speed_make_the_same_steps_and_end_together(outcome):
