@@ -105,7 +105,7 @@ def test_in_python(files, tmp_path, caplog):
         ({"run": "PG"}, "PG learns from what its newest policy did"),
         ({"run": "ES"}, "ES learns from what its newest policy did"),
         ({"data": "nowhere/*.episodes"}, "found none"),
-        ({"live": True}, "not from both"),
+        ({"live": True}, "which share of a batch is of files"),
         ({"eval_freq": 1}, "there is no environment to evaluate in: name one with --env"),
         ({"stop": {"episode_return_mean": 475}}, "plays no episodes .* say eval/return_mean, with --env"),
     ],
