@@ -144,7 +144,7 @@ def hashes(path):
     }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_league_is_resumed_exactly_and_shown(tmp_path, capsys, workers):
     played_by = {"num_workers": workers, "num_envs": 4 // max(1, workers)}
     with make(NIM, tmp_path / "whole", **played_by) as exp:
@@ -188,19 +188,19 @@ def test_matches_of_lost_workers_are_played_by_others_and_every_result_counts_on
     exp = bray.Experiment(algo, NIM, path=tmp_path / "run", self_play=LEAGUE, **{**small, **more})
     drawn = exp.training.league.league
     with exp:
-        for row in exp.train({"env_steps_total": 1400}):
-            if row["training_iteration"] in (2, 5):
+        for row in exp.train({"env_steps_total": 1000}):
+            if row["training_iteration"] in (2, 4):
                 os.kill(exp.training.sources[0].process_ids[row["training_iteration"] % 2], signal.SIGKILL)
         ended, open_ = row["episodes_total"], json.loads(drawn.get_state()["open"])
     assert row["workers/restarts"] == 2
     ids = [e["id"] for e in events(tmp_path / "run") if "id" in e]
-    assert len(ids) == len(set(ids)) == ended > 60, "each game that ended is in the log once"
+    assert len(ids) == len(set(ids)) == ended > 40, "each game that ended is in the log once"
     assert not drawn.refused
     assert len(open_) < 60, "what was given back is not under way any more"
-    assert min(len(drawn.past(name)) for name in players) > 3
+    assert min(len(drawn.past(name)) for name in players) > 2
     before = hashes(tmp_path / "run")
     with bray.Experiment.resume(tmp_path / "run", num_workers=3) as exp:  # dealt to others
-        exp.fit({"env_steps_total": 1600}, progress=False)
+        exp.fit({"env_steps_total": 1200}, progress=False)
     after = [e["id"] for e in events(tmp_path / "run") if "id" in e]
     assert after[: len(ids)] == ids
     assert len(after) == len(set(after)) > len(ids)
@@ -228,13 +228,14 @@ class Coin(bray.MultiAgentEnv):
         return seen, {"ann": won, "bob": 1 - won}, {"__all__": self.left == 0}, {"__all__": False}, {}
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_played_all_of_its_matches_plays_its_last_ones_again(tmp_path):
     players = {"one": {"player": "main"}, "two": {"player": "self_play"}}
     with make(Coin, tmp_path / "run", policies=players, num_workers=1) as exp:
-        row = exp.fit({"env_steps_total": 1000}, progress=False)
+        row = exp.fit({"env_steps_total": 600}, progress=False)
     seats = [tuple(e["seats"].values()) for e in events(tmp_path / "run") if "id" in e]
     ids = [e["id"] for e in events(tmp_path / "run") if "id" in e]
-    assert len(set(ids)) == len(ids) == row["episodes_total"] > 500
+    assert len(set(ids)) == len(ids) == row["episodes_total"] > 200
     assert len(set(seats)) > 6
 
 

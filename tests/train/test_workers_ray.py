@@ -58,9 +58,11 @@ def test_the_run_of_one_process_and_a_worker_that_is_killed(shared_ray, caplog):
 
 
 @pytest.mark.slow
-def test_games_of_several_agents_are_those_of_processes(shared_ray, tmp_path):
+@pytest.mark.parametrize("league", [{}, {"self_play": {"snapshot_every": 60}}])
+def test_games_of_several_agents_are_those_of_processes(shared_ray, tmp_path, league):
     small = {"rollout_length": 16, "epochs": 2, "minibatches": 2}
     made = {"policies": {"first": {"config": small}, "second": {"config": small}}, "num_envs": 2, "num_workers": 2}
+    made |= league
     found = []
     for cluster in (None, "ray"):
         told = {**made, "cluster": cluster, "path": tmp_path / str(cluster), "iteration_steps": 100}
