@@ -138,7 +138,8 @@ class Processes:
         self.games_of = [self._play() for _ in range(0 if workers else PROCESSES)]
 
     def _start(self, *words: object) -> subprocess.Popen[bytes]:
-        env = os.environ | {"PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join(filter(None, [f"{ROOT}", os.environ.get("PYTHONPATH")]))
+        env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         with open(self.folder / "errors.txt", "a") as errors:
             command = [sys.executable, "-m", *map(str, words)]
             return subprocess.Popen(command, cwd=self.folder, env=env, stdout=errors, stderr=errors)

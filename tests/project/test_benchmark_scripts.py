@@ -318,8 +318,9 @@ def test_a_lost_result_of_a_league_is_found(tmp_path, logged, told, says):
 
 
 @pytest.mark.slow
-def test_random_kills_of_a_league_lose_no_result():
-    words = ["--games", "8", "--seconds", "60", "--kills", "6", "--any-rating"]
+@pytest.mark.parametrize("where", [["--games", "8"], ["--workers", "2"]])
+def test_random_kills_of_a_league_lose_no_result(where):
+    words = [*where, "--seconds", "60", "--kills", "6", "--any-rating"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.live_league", *words], capture_output=True, text=True, timeout=1800
     )
