@@ -48,7 +48,7 @@ def test_d3rlpy_gets_the_rows_that_we_read(tmp_path):
 def test_our_side_learns_and_plays_as_it_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(offline.SAME, "fcnet_hiddens", [8])
     demos.played("CartPole-v1", {demos.balance: 1}, tmp_path / "files")
-    ours = offline.Ours("BC", "CartPole-v1", tmp_path / "files", 0, tmp_path)
+    ours = offline.Ours("BC", "CartPole-v1", tmp_path / "files", 0, "cpu", tmp_path)
     assert ours.steps(3) > 0.0
     assert ours.learner.steps == 3
     first, again = ours.play(range(1)), ours.play(range(1))
