@@ -35,6 +35,7 @@ from bray.cli.main import main as bray_command
 from bray.config import ConfigSource, parse_assignments
 from bray.envs.many_games import OneOfMany
 from bray.experiment import Experiment
+from bray.figures import thousands
 from bray.league import IN_RUN, PlayerRef, read_league
 from bray.train.acting import ActingPolicy
 
@@ -224,39 +225,40 @@ def train(
 
 
 def meet(one: Path, other: Path, games: int = 400) -> dict[str, Any]:
-    """How often the newest policy of the first run beats that of the second, of decided games, both drawing, each side
-    in half of them."""
-    rng = np.random.default_rng(0)
+    """How often the newest policy of the first run beats that of the second, of decided games, each side in half of
+    them: both drawing, and both with what they find best."""
+    rng, out = np.random.default_rng(0), {}
     with Experiment.load(one, trust=True) as a, Experiment.load(other, trust=True) as b:
-        mine, theirs = (by(player, SAMPLE, rng) for e in (a, b) for player in e.players(e.spec_of()).values())
-        found = np.concatenate([returns(mine, theirs, games // 2), -returns(theirs, mine, games // 2, games)])
-    won, lost = int((found > 0).sum()), int((found < 0).sum())
-    return {
-        "won": won,
-        "drawn": len(found) - won - lost,
-        "lost": lost,
-        "of_decided": round(won / max(won + lost, 1), 3),
-    }
+        two = [player for exp in (a, b) for player in exp.players(exp.spec_of()).values()]
+        for mode in (SAMPLE, GREEDY):
+            mine, theirs = (by(player, mode, rng) for player in two)
+            found = np.concatenate([returns(mine, theirs, games // 2), -returns(theirs, mine, games // 2, games)])
+            won, lost = int((found > 0).sum()), int((found < 0).sum())
+            share = round(won / max(won + lost, 1), 3)
+            out[mode] = {"won": won, "drawn": len(found) - won - lost, "lost": lost, "of_decided": share}
+    return out
 
 
 def draw(files: Sequence[Path], out: Path) -> None:
     """slimevolley.png: scores of the snapshots of runs against the baseline, by own decisions."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=150)
+    figure = Figure(figsize=(9, 4.5), layout="constrained", dpi=150)
     axes = figure.add_subplot()
     for file in files:
         end = json.loads(file.read_text().splitlines()[-1])
         own = end["own_steps"] / end["env_steps"]
         points = [(steps * own, mean) for steps, mean in end["snapshots"]]
         points.append((end["own_steps"], end["baseline"][GREEDY]["mean"]))
-        colour = "C0" if end["how"] == "league" else "C1"
-        axes.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=f"{end['how']}, seed {end['seed']}")
+        how = {"color": "C0" if end["how"] == "league" else "C1", "marker": "osD^v*"[end["seed"] % 6], "ms": 4}
+        axes.plot(*zip(*points, strict=True), label=f"{end['how']}, seed {end['seed']}", **how)
     for value, name in PUBLISHED.items():
         axes.axhline(value, color="0.5", lw=1, ls="--")
         axes.annotate(name, (0.01, value), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
     axes.set(xlabel="own decisions", ylabel="mean return against the baseline, greedy")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(out / "slimevolley.png")
 
 
