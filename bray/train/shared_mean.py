@@ -8,18 +8,18 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 FOLDER = "/dev/shm"
 """Of files that are nowhere but in memory; each is gone as soon as all ranks have opened it."""
 _HEAD = 64  # bytes before the arrays: what tells this memory from another one of the same name
-_BLOCK = 1 << 16  # numbers that a thread adds up at a time: they stay in a core's cache
+_BLOCK = 1 << 16  # numbers that are added up at a time: they stay in a core's cache
 
 SMALLEST = 1 << 16
 """Numbers of an array for which this is the shorter way."""
@@ -45,7 +45,7 @@ class SharedMean:
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
-        self._arrays: Tensor | None = None  # [places, numbers]: what each has given, and the mean of several
+        self._arrays: np.ndarray | None = None  # [places, numbers]: what each has given, and the mean of several
         self._refused = False
         self._turn = 0
 
@@ -59,18 +59,19 @@ class SharedMean:
             return None
         if size == 2:  # each adds up all of it for itself, while the next arrays have other places: they meet once
             self._turn = 2 - self._turn
-            given = list(self._arrays[self._turn : self._turn + 2, :count].unbind())
-            given[rank].copy_(x)
+            given, mean = self._arrays[self._turn : self._turn + 2, :count], np.empty(count, np.float32)
+            given[rank] = x.detach().cpu().numpy()
             self._ranks.all_reduce_min(0)
-            return _mean_of(given, torch.empty(count), 0, count).to(x.device)
-        *given, mean = self._arrays[:, :count].unbind()
-        given[rank].copy_(x)
+            _take_mean(given, mean, 0, count)
+            return torch.from_numpy(mean).to(x.device)
+        given, mean = self._arrays[:size, :count], self._arrays[size, :count]
+        given[rank] = x.detach().cpu().numpy()
         self._ranks.all_reduce_min(0)  # nobody reads before all have written
-        _mean_of(given, mean, rank * count // size, (rank + 1) * count // size)
+        _take_mean(given, mean, rank * count // size, (rank + 1) * count // size)
         self._ranks.all_reduce_min(0)
-        return mean.to(x.device, copy=True)  # the next one writes over it when all ranks have come to that
+        return torch.from_numpy(mean.copy()).to(x.device)  # the next one writes over it when all have come to that
 
-    def _open(self, count: int) -> Tensor | None:
+    def _open(self, count: int) -> np.ndarray | None:
         """Memory for arrays of so many numbers, which the first rank makes; None where one of them cannot have it."""
         ranks = self._ranks
         arrays = 4 if ranks.size == 2 else ranks.size + 1
@@ -96,16 +97,15 @@ class SharedMean:
                 os.unlink(path)  # those who have it open keep it
         if memory is None or not agreed:
             return None
-        return torch.frombuffer(memory, dtype=torch.float32, offset=_HEAD).view(arrays, count)
+        return np.frombuffer(memory, np.float32, offset=_HEAD).reshape(arrays, count)
 
 
-def _mean_of(given: Sequence[Tensor], mean: Tensor, at: int, end: int) -> Tensor:
-    """Their mean between two places, into `mean`."""
-    block = _BLOCK * torch.get_num_threads()
-    for start in range(at, end, block):
-        span = slice(start, min(start + block, end))
-        out = torch.add(given[0][span], given[1][span], out=mean[span])
-        for other in given[2:]:
-            out += other[span]
-        out *= 1.0 / len(given)
-    return mean
+def _take_mean(given: np.ndarray, mean: np.ndarray, at: int, end: int) -> None:
+    """Of `given [ranks, numbers]` between two places. By numpy, in one thread: those of torch wait for each other at
+    every block, which takes longer than to add where other processes have the cores."""
+    for start in range(at, end, _BLOCK):
+        span = slice(start, min(start + _BLOCK, end))
+        np.add(given[0, span], given[1, span], out=mean[span])
+        for other in given[2:, span]:
+            mean[span] += other
+        mean[span] *= 1.0 / len(given)
