@@ -13,7 +13,7 @@ from bray.rundir import RunDir
 from bray.train.progress import open_sinks
 
 ON = {"num_envs": 3, "rollout_length": 8}
-OFF = {"learning_starts": 300, "train_every": 20, "batch_size": 16, "replay_size": 700}
+OFF = {"learning_starts": 300, "train_every": 20, "batch_size": 16, "replay_size": 700, "iteration_steps": 400}
 LIMITS = {"train_every": 4, "max_use": 2, "max_staleness": 60}
 NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 
