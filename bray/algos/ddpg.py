@@ -134,10 +134,10 @@ class Learner(base.Learner):
         return {"target": self.target, "target_actor": self.target_actor}
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
-        for module in self.normalizing:  # all see the same scale
-            update_normalizers(module, batch["obs"], batch["weight"])
-        self.optimizer.set_lr(self.lr(clock.env_steps))
         tensors, draws = to_torch(self.columns(batch), self.device), self.draw(2)
+        for module in self.normalizing:  # all see the same scale
+            update_normalizers(module, tensors["obs"], tensors["weight"])
+        self.optimizer.set_lr(self.lr(clock.env_steps))
         critic, td_error = self._step(tensors, *(x[1] for x in draws))
         self.steps += 1
         if self.steps % self.policy_delay == 0:
