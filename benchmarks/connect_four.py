@@ -78,7 +78,7 @@ four_with = compiled(_four_with)
 
 
 def _drop(stones: np.ndarray, height: np.ndarray, moves: np.ndarray, column: int) -> int:
-    """A move of whoever's turn it is: 1 where it wins, 0 where the board is full then, else -1."""
+    """The player whose turn it is moves. Returns 1 where this wins, 0 where it fills the board, else -1."""
     me, row = moves[0] & 1, height[column]
     if row >= ROWS:
         raise ValueError("this column is full")

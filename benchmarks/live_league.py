@@ -2,7 +2,7 @@
 wire, or on rollout workers.
 
 Three players learn in one `bray train --live`, beside their snapshots. Two processes play games of Nim, and each agent
-of a match has a connection of its own. With --workers so many rollout workers of one `bray train` play them instead.
+of a match has a connection of its own. With --workers N the N rollout workers of one `bray train` play them instead.
 With --kills the training (league, learners and service), or a process of games or a worker, is killed (SIGKILL) at
 random moments; a training is started again with `--resume`, and it starts workers again itself.
 

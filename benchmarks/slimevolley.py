@@ -162,7 +162,7 @@ def by(player: ActingPolicy, mode: str, rng: np.random.Generator) -> Act:
 
 
 def returns(right: Act, left: Act, games: int, seed: int = 0) -> np.ndarray:
-    """Of the player on the right, in so many games at once."""
+    """The return of the player on the right in each of these games, which are played side by side."""
     table, paid, playing = SlimeVolley(games), np.zeros(games), np.ones(games, bool)
     for i in range(games):
         table.begin(i, seed + i)

@@ -261,9 +261,8 @@ def opponents(out: PathLike, rows: Sequence[Mapping[str, Any]], title: str) -> P
                 colors=[_COLORS[i] for i in (2, 7, 3)],
             )  # fmt: skip
             rating = series(rows, f"eval/{name}/rating")[1]
-            axes.set_title(
-                f"against {name[-30:]}" + (f" (rating {rating[-1]:,.0f})" if len(rating) else ""), fontsize=9
-            )
+            shown = name if len(name) <= 30 else f"…{name[-29:]}"
+            axes.set_title(f"against {shown}" + (f" (rating {rating[-1]:,.0f})" if len(rating) else ""), fontsize=9)
             axes.set(xlabel="environment steps", ylim=(0, 100))
             axes.margins(x=0)
         figure.axes[0].set_ylabel("% of games")

@@ -278,7 +278,7 @@ class ServedModel:
         return model, await model._wished(label), found
 
     async def ratings(self) -> Mapping[str, float]:
-        """By the labels of its versions, as they were when somebody first asked: reading them may take seconds."""
+        """The rating of each version, by its label. Read once, at the first question: that may take seconds."""
         async with self._rating:
             if not self._ratings and self._read_ratings is not None:
                 read = asyncio.get_running_loop().run_in_executor(None, self._read_ratings, self.run)
