@@ -2,10 +2,10 @@
 python -m benchmarks.offline CASE... --peer PYTHON --speed [--turns 5] [--device cuda [--compiled]]
 
 Bray beside d3rlpy 2.8 on the same files (`benchmarks.learning.demos`): scores after --steps gradient steps, of ten
-greedy episodes on the same seeds, in points (0 = random play, 100 = the script that made the good half of the data); or
-with --speed the gradient steps in a second, by turns, one thread each: a CPU second, or with --device cuda one of the
-clock. --compiled: with `compile_graph=True` on their side. --peer is a Python that has d3rlpy 2.8.1 and our torch, in
-an environment of its own: it wants gymnasium 1.0.
+greedy episodes on the same seeds, in points (0 = random play, 100 = the script that made the good half of the data),
+both sides at the same time; or with --speed the gradient steps in a second, by turns, one thread each: a CPU second, or
+with --device cuda one of the clock. --compiled: with `compile_graph=True` on their side. --peer is a Python that has
+d3rlpy 2.8.1 and our torch, in an environment of its own: it wants gymnasium 1.0.
 
 Both sides have networks of 256 x 256, batches of 256 and a discount of 0.99; all else are the defaults of each.
 """
@@ -42,10 +42,11 @@ CASES = {
     "cql-pendulum": ("CQL", *PENDULUM),
     "bc-pendulum": ("BC", *PENDULUM),
     "cql-cartpole": ("CQL-Discrete", *CARTPOLE),
+    "td3bc-hopper": ("TD3+BC", "Hopper-v5", "hopper-replay"),
 }
 """Algorithm, environment, data set."""
-POINTS = {"CartPole-v1": (22.0, 500.0), "Pendulum-v1": (-1208.0, -139.0)}
-"""Mean return of random play, and of the script."""
+POINTS = {"CartPole-v1": (22.0, 500.0), "Pendulum-v1": (-1208.0, -139.0), "Hopper-v5": (-20.3, 3234.3)}
+"""Mean return of random play, and of the script; Hopper's are those of D4RL (Fu et al. 2020)."""
 SAME = {"batch_size": 256, "fcnet_hiddens": [256, 256], "fcnet_activation": "relu", "epochs": 10**6}
 EPISODES = range(10_000, 10_010)
 TURN = 50
@@ -100,9 +101,9 @@ class Peer:
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        self._answer()
+        self.answer()
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
@@ -110,16 +111,17 @@ class Peer:
                 return answer
         raise SystemExit(f"{self.process.args} ended with {self.process.wait()}")
 
-    def ask(self, words: str) -> dict[str, Any]:
+    def ask(self, words: str) -> None:
         assert self.process.stdin is not None
         print(words, file=self.process.stdin, flush=True)
-        return self._answer()
 
     def steps(self, count: int) -> float:
-        return float(self.ask(f"steps {count}")["seconds"])
+        self.ask(f"steps {count}")
+        return float(self.answer()["seconds"])
 
     def play(self, seeds: range) -> list[float]:
-        return list(self.ask(f"play {' '.join(map(str, seeds))}")["returns"])
+        self.ask(f"play {' '.join(map(str, seeds))}")
+        return list(self.answer()["returns"])
 
 
 def as_npz(files: Path, out: Path) -> Path:
@@ -164,8 +166,11 @@ def score(case: str, python: str, steps: int, seeds: list[int], device: str, com
     points: tuple[list[float], list[float]] = ([], [])
     for seed in seeds:
         with both(case, python, seed, device, compiled) as sides:
+            ours, peer = sides
+            peer.ask(f"steps {steps}")
+            ours.steps(steps)
+            peer.answer()
             for found, side in zip(points, sides, strict=True):
-                side.steps(steps)
                 found.append(round(100.0 * (float(np.mean(side.play(EPISODES))) - low) / (high - low), 1))
         print(json.dumps({"case": case, "seed": seed, "bray": points[0][-1], "d3rlpy": points[1][-1]}), flush=True)
     above = round(float(np.mean(points[0]) - np.mean(points[1])), 1)

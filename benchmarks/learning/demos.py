@@ -10,6 +10,7 @@ folder of trajectory files with spec.json, in build/demos unless --out says othe
     pendulum-expert   10 episodes of a script that swings up and holds (about -140)
     pendulum-mixed    50 episodes of that script, and 50 of random play (about -1,210)
     pendulum-replay   the first 5,000 steps of SAC, as it explored
+    hopper-replay     the first 100,000 of SAC (wants gymnasium[mujoco]; an hour or less)
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ SETS: dict[str, Callable[[Path], None]] = {
     "pendulum-expert": lambda out: played("Pendulum-v1", {swing_up: 10}, out),
     "pendulum-mixed": lambda out: played("Pendulum-v1", {swing_up: 50, None: 50}, out),
     "pendulum-replay": lambda out: replayed("SAC", "Pendulum-v1", 5_000, out),
+    "hopper-replay": lambda out: replayed("SAC", "Hopper-v5", 100_000, out),
 }
 
 
