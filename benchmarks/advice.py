@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import bray
+from benchmarks import one_of
 from bray.diagnosis.bottleneck import Finding, Machine, Times, find_bottleneck
 from bray.train.machine import this_machine
 
@@ -166,7 +167,7 @@ def follow(name: str, seconds: float, machine: Machine, auto: bool = False) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=[], metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("cases", nargs="*", type=one_of(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--seconds", type=float, default=20.0, help="of each training")
     parser.add_argument("--auto", action="store_true", help="let auto place them")
     arguments = parser.parse_args()

@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import ours
+from benchmarks import one_of, ours
 from benchmarks.same_weights import BASE, ROOT, environment, other_tree
 
 _SHORT = {"iteration_steps": 50}  # 1,000 steps of SAC are seconds
@@ -133,7 +133,7 @@ def main() -> int:
     cases = [*TRAINING, *LIVE, "serve", *REMOTE]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*cases, "ours"]
-    parser.add_argument("cases", nargs="*", choices=[[], *known], default=[], help=f"{', '.join(known)}; none: all")
+    parser.add_argument("cases", nargs="*", type=one_of(known), help=f"{', '.join(known)}; none: all")
     parser.add_argument("--rev", default=BASE)
     parser.add_argument("--pairs", type=int, default=5)
     args = parser.parse_args()

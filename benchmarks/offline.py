@@ -28,6 +28,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from benchmarks import one_of
 from benchmarks.learning import demos
 from bray.act import Clock
 from bray.data.files import EpisodeReader
@@ -179,7 +180,7 @@ def score(case: str, python: str, steps: int, seeds: list[int], device: str, com
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=[], metavar="CASE")
+    parser.add_argument("cases", nargs="*", type=one_of(CASES), metavar="CASE")
     parser.add_argument("--peer", required=True, help="a Python that has d3rlpy")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])

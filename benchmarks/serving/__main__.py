@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import one_of
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PEERS = Path(os.environ.get("BENCH_PEERS", ROOT / ".venv-serving-peers" / "bin"))
@@ -338,7 +340,7 @@ def main() -> None:
         "capacity": capacity,
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[[], *cases], default=[], help=f"{', '.join(cases)}; none: all")
+    parser.add_argument("cases", nargs="*", type=one_of(cases), help=f"{', '.join(cases)}; none: all")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0)
     args = parser.parse_args()

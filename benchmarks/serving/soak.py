@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import one_of
 from benchmarks.serving.__main__ import LOAD, build_load
 from bray.serving.protocol import REPLY_HEAD, pack_request
 
@@ -202,7 +203,7 @@ def churn(games: int = 50_000, every: int = 5_000) -> Iterator[dict[str, Any]]:
 def main() -> None:
     cases = ("idle", "http", "tcp", "workers", "churn")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*cases, []], default=[])
+    parser.add_argument("cases", nargs="*", type=one_of(cases))
     parser.add_argument("--ticks", type=int, default=1_000_000)
     args = parser.parse_args()
     for case in args.cases or cases:

@@ -60,8 +60,11 @@ def set_up(
     env = _last(env, given, "env", "id")
     live = live or any("live" in source.values for source in given)
     has_files = any("data" in source.values for source in given)
-    mixes = has_files and any({**s.values, **s.values.get("data", {})}.get("share") is not None for s in given)
+    of_files = [{**s.values, **(s.values.get("data") or {})} for s in given] if has_files else []
+    mixes = any(values.get("share") is not None for values in of_files)
     from_files = has_files and not mixes
+    if mixes and not any(values.get("files") for values in of_files):
+        raise ConfigError("--data-share needs --data FILES (data=), which that share of every batch comes from")
     if mixes and env is None and not live:
         raise ConfigError(
             "--data-share mixes what is played with files: name what is played, --env ENV (env=) or --live (live=True)"
@@ -84,7 +87,9 @@ def set_up(
     # A preset's goal and evaluations are of training in an environment, not from files.
     if use_preset and isinstance(env, str) and not from_files:
         of_policy = [ModelConfig, algo.Config]
-        layers += _preset_of(name, env, of_policy if launched else [*of_policy, EnvConfig] if part else None)
+        found = _preset_of(name, env, of_policy if launched else [*of_policy, EnvConfig] if part else None)
+        both = options(algo.Config).keys() & options(DataConfig).keys() if has_files else set()
+        layers += [replace(x, values={f"algo.{k}" if k in both else k: v for k, v in x.values.items()}) for x in found]
     layers.append(ConfigSource("named", {"run": {"algorithm": name}, "env": {"id": env}}))
     sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
     if live:

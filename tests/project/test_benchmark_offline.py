@@ -53,3 +53,9 @@ def test_our_side_learns_and_plays_as_it_is_told(tmp_path, monkeypatch):
     assert ours.learner.steps == 3
     first, again = ours.play(range(1)), ours.play(range(1))
     assert first == again
+
+
+def test_an_unknown_case_is_answered_with_those_there_are(capsys):
+    with pytest.raises(SystemExit):
+        offline.main(["wrongcase", "--peer", "python"])
+    assert capsys.readouterr().err.endswith(f"'wrongcase' is none of {', '.join(offline.CASES)}\n")

@@ -275,6 +275,7 @@ def test_a_mixture_goes_on_exactly(files, tmp_path):
     [
         ({"env": None}, "name what is played"),
         ({"run": "PPO"}, r"use DQN, SAC, GAIL or the like \(not PPO\)"),
+        ({"run": "PPO", "env": "CartPole-v1"}, r"use DQN, SAC, GAIL or the like \(not PPO\)"),
         ({"normalize_rewards": True}, "without env.normalize_rewards"),
         ({"run": "R2D2", "use_lstm": True}, "this algorithm draws Sequences"),
         ({"run": "GAIL", "pretrain": 9}, "GAIL learns from rollouts beside the files.*start with a cloned policy"),
@@ -287,10 +288,11 @@ def test_mixtures_that_cannot_be_are_refused(more, message, files, tmp_path):
         ).training
 
 
-def test_a_share_of_no_files_is_refused(tmp_path, capsys):
-    words = ["train", "--run", "DQN", "--env", ENV, "--data-share", "0.5", "--project", str(tmp_path)]
-    assert main(words) == 2
-    assert "data.files is empty: say which files to learn from" in capsys.readouterr().err
+@pytest.mark.parametrize("run", ["DQN", "PPO"])  # a preset of PPO says `epochs`, as data does
+@pytest.mark.parametrize("played", [["--env", "CartPole-v1"], ["--live", "--obs", "float32[4]", "--actions", "2"]])
+def test_a_share_of_no_files_is_refused(run, played, tmp_path, capsys):
+    assert main(["train", "--run", run, *played, "--data-share", "0.5", "--project", str(tmp_path)]) == 2
+    assert "error: --data-share needs --data FILES" in capsys.readouterr().err
 
 
 def test_a_mixture_has_the_preset_of_its_environment(files, tmp_path):
