@@ -5,6 +5,7 @@ folder of trajectory files with spec.json, in build/demos unless --out says othe
 
     cartpole-expert   10 episodes of a script that holds the pole (500 each)
     cartpole-one      the first of them
+    cartpole-mixed    20 episodes of that script, and 464 of random play (about 22)
     cartpole-replay   the first 20,000 steps of DQN, as it explored
     cartpole-early    the first 3,000 of them
     pendulum-expert   10 episodes of a script that swings up and holds (about -140)
@@ -127,6 +128,7 @@ def replayed(run: str, env: str, steps: int, out: Path) -> None:
 SETS: dict[str, Callable[[Path], None]] = {
     "cartpole-expert": lambda out: played("CartPole-v1", {balance: 10}, out),
     "cartpole-one": lambda out: played("CartPole-v1", {balance: 1}, out),
+    "cartpole-mixed": lambda out: played("CartPole-v1", {balance: 20, None: 464}, out),
     "cartpole-replay": lambda out: replayed("DQN", "CartPole-v1", 20_000, out),
     "cartpole-early": lambda out: replayed("DQN", "CartPole-v1", 3_000, out),
     "pendulum-expert": lambda out: played("Pendulum-v1", {swing_up: 10}, out),
