@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bray.algos import sac
 from bray.algos.sac import squashed_sample
 from bray.config.declare import Amount, Count, Positive, RateSchedule
 from bray.nn.heads import ContinuousQ
+from bray.optim import Optimizer
 
-DEFAULTS, Policy, experience, make_model = sac.DEFAULTS, sac.Policy, sac.experience, sac.make_model
+DEFAULTS = {"model": {**sac.DEFAULTS["model"], "init": "torch"}}
+"""Critics that begin as small functions bend less between the actions of the data."""
+Policy, experience, make_model = sac.Policy, sac.experience, sac.make_model
 """As SAC acts and replays."""
 
 
@@ -27,11 +30,14 @@ class Config(sac.Config):
     critic_lr: Positive = 3e-4
     """Learning rate of the critics."""
     alpha_lr: Positive = 1e-4
-    """Learning rate of the temperature."""
+    """Learning rate of the temperature, and of the conservative weight."""
     initial_alpha: Positive = 1.0
     """Temperature at the start: how much one unit of entropy is worth."""
     cql_alpha: Amount = 2.5
-    """Weight of the conservative term beside half the squared TD error; 0 = SAC."""
+    """Weight of the conservative term beside half the squared TD error, at the start; 0 = SAC."""
+    cql_gap: float | None = 5.0
+    """That weight falls while critics value drawn actions less than this above those of the data, and grows when they
+    do not (the paper's Lagrange form); null = it stays."""
     samples: Count = 10
     """Actions drawn of each kind: any, the policy's, the policy's at the next observation."""
     soft_backup: bool = False
@@ -43,6 +49,11 @@ class Learner(sac.Learner):
 
     config: Config
     critic: ContinuousQ
+
+    def build(self) -> dict[str, Any]:
+        self.log_cql = nn.Parameter(torch.zeros(1, device=self.device))  # of what `cql_alpha` is multiplied by
+        self.cql_optimizer = Optimizer([self.log_cql], self.config.alpha_lr)
+        return super().build() | {"log_cql": self.log_cql, "cql_optimizer": self.cql_optimizer}
 
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         size = (self.config.samples, len(batch["reward"]), self.layout.size)
@@ -70,5 +81,9 @@ class Learner(sac.Learner):
                 logps.append(logp)
         values = self.critic.of_many(batch["obs"], torch.cat(actions))  # [n, 3 S, B]
         worth = (values - torch.cat(logps)).logsumexp(1) - math.log(values.shape[1])
-        gap = (batch["weight"] * (worth - q)).mean(-1).sum()
-        return {"critic_loss": numbers["critic_loss"] + self.config.cql_alpha * gap, "gap": gap}
+        gaps = (batch["weight"] * (worth - q)).mean(-1)
+        weight, gap = self.config.cql_alpha * self.log_cql.detach().exp(), gaps.sum()
+        loss = numbers["critic_loss"] + (weight * gap).squeeze()
+        if (limit := self.config.cql_gap) is not None:
+            self.cql_optimizer.step(torch.sum(self.log_cql * (limit - gaps.detach().mean())))
+        return {"critic_loss": loss, "gap": gap, "cql_weight": weight.squeeze()}

@@ -26,7 +26,7 @@ DEFAULTS, experience, make_model = ddpg.DEFAULTS, ddpg.experience, bc.without_me
 class Config(ddpg.OffPolicy):
     lr: RateSchedule = 3e-4
     """Learning rate of policy and value; a number or a schedule over env steps."""
-    critic_lr: Positive = 3e-4
+    critic_lr: Positive = 1e-3
     """Learning rate of the critics."""
     learning_starts: Whole = 500
     """Env steps before the first gradient step."""

@@ -282,6 +282,16 @@ def test_cql_holds_down_what_is_drawn_and_not_in_the_data(soft):
     assert update.metrics["critic_loss"] == pytest.approx(0.5 * (error**2).mean(1).sum() + 1.3 * gap, rel=1e-4)
 
 
+@pytest.mark.parametrize(("gap", "factor"), [(1000.0, 0.99), (-1000.0, 1 / 0.99), (None, 1.0)])
+def test_the_conservative_weight_falls_where_drawn_actions_are_held_down_and_grows_where_not(gap, factor):
+    _, learner = make("CQL", NUMBERS, cql_alpha=1.3, cql_gap=gap, alpha_lr=-math.log(0.99), samples=4)
+    weights = []
+    for _ in range(3):
+        update, _ = learner.gradient_step(to_torch(learner.columns(rows(NUMBERS)), learner.device))
+        weights.append(update.metrics["cql_weight"])
+    assert weights == pytest.approx([1.3 * factor**n for n in range(3)], rel=1e-4)
+
+
 def test_many_actions_at_once_have_the_values_that_they_have_one_by_one():
     _, learner = make("CQL", NUMBERS)
     obs, actions = torch.randn(B, 4), torch.rand(5, B, 2)
