@@ -10,12 +10,16 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bray.client.wire import STATUS
+from bray.data.files import EpisodeReader, EpisodeWriter
+from bray.data.sources import given_spec
 from bray.errors import Overloaded
+from bray.experiment.record import RecordActor
 from tests.client_servers import BrayServer, EchoActor
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -158,6 +162,46 @@ def test_lua_client_of_the_page(tmp_path, protocol):
         "false",
         "no_session",
     ]
+
+
+def recorder(language, folder):
+    """The program of the page that has a player recorded, ready to run."""
+    found = re.findall(r"^```(python|cpp|csharp|lua|lua game)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = dict(found)
+    name = {"python": "game.py", "cpp": "game.cpp", "csharp": "game.cs", "lua game": "game.lua"}[language]
+    clients = PAGE.parents[1] / "clients"
+    needs, build, start = {
+        "python": (sys.executable, [], [sys.executable, name]),
+        "cpp": ("g++", ["g++", "-std=c++17", "-O0", f"-I{clients}/cpp", name, "-o", "game", "-pthread"], ["./game"]),
+        "csharp": ("mcs", ["mcs", "-out:game.exe", name, clients / "csharp/BrayClient.cs"], ["mono", "game.exe"]),
+        "lua game": ("lua5.4", [], ["lua5.4", name]),
+    }[language]
+    if shutil.which(needs) is None or (
+        needs == "lua5.4" and subprocess.run([needs, "-e", "require 'socket'"], capture_output=True).returncode
+    ):
+        pytest.skip(f"no {needs}, or not with sockets")
+
+    def play(port):
+        (folder / "bray.lua").write_text(blocks["lua"])
+        (folder / name).write_text(blocks[language].replace("8000", str(port)))
+        for command in (build, start):
+            if command:
+                subprocess.run(command, cwd=folder, check=True, timeout=60)
+
+    return play
+
+
+@pytest.mark.parametrize("language", ["python", "cpp", "csharp", "lua game"])
+def test_every_client_of_the_page_has_a_player_recorded(language, tmp_path):
+    spec = given_spec("float32[2]", "3")
+    play = recorder(language, tmp_path)
+    with BrayServer() as server:
+        server.server.sessions.make_actor = partial(RecordActor, spec, EpisodeWriter(tmp_path / "episodes", 1))
+        play(server.port)
+    (episode,) = EpisodeReader(tmp_path)
+    assert episode["obs"].tolist() == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
+    assert (episode["action"].tolist(), episode["reward"].tolist()) == ([2, 0], [1.0, 5.0])
+    assert (episode["terminated"].tolist(), episode["truncated"].any()) == ([False, True], False)
 
 
 def write_page():
