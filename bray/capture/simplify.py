@@ -107,7 +107,12 @@ def _fold_views(tape: Tape) -> None:
 def _fold_constants(tape: Tape) -> None:
     """Results that depend on nothing but shapes (ones, zeros and what is computed from them alone) are kept, not
     recomputed."""
-    changed = {storage_of(x) for op in tape.ops for x in _changes(op.func, *op.arguments(tape.examples.__getitem__))}
+    changed = {
+        storage_of(x)
+        for op in tape.ops
+        if op.func._schema.is_mutable
+        for x in _changes(op.func, *op.arguments(tape.examples.__getitem__))
+    }
     constant: set[int] = set()
     kept = []
     for op in tape.ops:
@@ -210,8 +215,6 @@ def _drop_unused(tape: Tape) -> None:
 
 def _changes(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operation writes to, by its schema."""
-    if not func._schema.is_mutable:
-        return []
     changed = []
     for i, declared in enumerate(func._schema.arguments):
         if declared.alias_info is not None and declared.alias_info.is_write:
