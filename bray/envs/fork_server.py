@@ -7,6 +7,7 @@ it: to fork with a C library loaded is not safe elsewhere.
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -149,6 +150,8 @@ class ForkedProcess(multiprocessing.get_context("forkserver").Process):  # type:
 def run(listener: int, alive: int, module: str) -> None:
     """The fork server: loads the module, then forks whenever it is asked to, until nobody is there who may ask."""
     __import__(module)
+    gc.collect()
+    gc.freeze()  # what all share is copied by a collection, and looking through it takes 0.1 s
     try:
         forkserver.main(listener, alive, [])
     finally:
