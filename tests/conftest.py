@@ -123,6 +123,34 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         stop_shared_ray()
 
 
+@functools.cache
+def _drawn_and_timed() -> tuple[Any, Any]:
+    import bray.figures
+    import bray.train.settle
+
+    return bray.figures.learning_curve, bray.train.settle.time_step
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What most tests do without, said before fixtures of any scope train.
+
+    A picture at the end of every small training was a twentieth of all tests; those that look at one are marked
+    `draws`. A step of each environment that says nothing of it is timed in a process of its own, which imports the test
+    and torch with it: 1 to 5 s of CPU, hundreds of times; tests that look at that are marked `times`. TorchScript's
+    optimizer takes as long as the rest of a recording; those that look at recordings are marked `optimizes`."""
+    import torch
+
+    import bray.figures
+    import bray.train.settle
+
+    draw, time_step = _drawn_and_timed()
+    marked = {mark.name for mark in item.iter_markers()}
+    bray.figures.learning_curve = draw if "draws" in marked else lambda run_dirs, out, *_: out
+    bray.train.settle.time_step = time_step if "times" in marked else lambda build: None
+    torch._C._set_graph_executor_optimize("optimizes" in marked)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name + item.nodeid.partition(".py")[2] in SLOW:
@@ -140,21 +168,26 @@ def _each_rollout_is_an_iteration() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _operators_are_read_once() -> Iterator[None]:
-    """PyTorch's exporter parses the sources of 500 functions anew for every graph, which is half of an export."""
+    """PyTorch's exporter parses the sources of 500 functions and asks for all operators anew for every graph, which is
+    more than half of an export."""
+    from torch.export import exported_program
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
+    operators = functools.cache(exported_program._collect_all_valid_cia_ops)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
+        patch.setattr(exported_program, "_collect_all_valid_cia_ops", operators)
+        patch.setattr("torch.export.decomp_utils._collect_all_valid_cia_ops", operators)
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _what_stays_is_not_collected(_operators_are_read_once: None) -> Iterator[None]:
-    """Many tests collect garbage to see what is gone, and looking through all modules and tests took 0.3 s each."""
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_not_collected() -> Iterator[None]:
+    """Many tests collect garbage to see what is gone, and looking through all modules and tests took 0.1 to 0.3 s each.
+    What an earlier file has left is looked at no more: its first export alone imports half a million objects."""
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -207,19 +240,3 @@ def _graphs_are_asked_for() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphExport, "__init__", only_if_asked)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _few_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture at the end of every small training was a twentieth of all tests; those that look at one are marked
-    `draws`."""
-    if request.node.get_closest_marker("draws") is None:
-        monkeypatch.setattr("bray.figures.learning_curve", lambda run_dirs, out, *_: out)
-
-
-@pytest.fixture(autouse=True)
-def _steps_are_not_timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of each environment that says nothing of it is timed in a process of its own, which imports the test and
-    torch with it: 1 to 5 s of CPU, hundreds of times. Tests that look at that are marked `times`."""
-    if request.node.get_closest_marker("times") is None:
-        monkeypatch.setattr("bray.train.settle.time_step", lambda build: None)

@@ -24,6 +24,7 @@ from bray.launch.hints import game_command
 from bray.rundir import RunDir
 from bray.serving.protocol import malformed
 from bray.spec import EnvSpec, parse_space
+from tests import forked
 from tests.serving_for_tests import Echo, Orders, Wire, running
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 @contextlib.contextmanager
 def process(*command):
     """A command in a process of its own; its first line has been printed."""
-    p = subprocess.Popen(
+    p = forked.Popen(
         [sys.executable, "-m", "bray", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
     try:

@@ -23,6 +23,7 @@ from bray.cli.show import log_shown
 from bray.experiment import Experiment, export_graph
 from bray.rundir import logging_to
 from bray.serving.metrics import HELP
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -32,7 +33,7 @@ OBS = [0.01, -0.02, 0.03, 0.04]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "ppo"
-    exp = Experiment("PPO", "CartPole-v1", path=path, use_preset=False, num_envs=2, rollout_length=16)
+    exp = Experiment("PPO", "CartPole-v1", path=path, use_preset=False, num_envs=2, rollout_length=16, epochs=1)
     list(exp.train(stop={"training_iteration": 1}))
     exp.close()
     export_graph(path)
@@ -47,7 +48,7 @@ def service(run, tmp_path_factory):
     (folder / "admin-token").write_text("admin-1\n")
     files = ["--token-file", str(folder / "tokens"), "--admin-token-file", str(folder / "admin-token")]
     words = ["serve", str(run), "--port", "0", "admin_port=0", "--workers", "2", "--log-format", "json", *files]
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "bray", *words], stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     try:

@@ -32,6 +32,7 @@ from bray.web.pictures import Frames, from_png, pictures, png, tiled
 from bray.web.render import Render, RenderCache, RenderError, VideoExports, Worker
 from bray.web.runs import MOST_ROWS, Project, states_of
 from bray.web.server import RenderServer
+from tests import forked
 
 FUNCTIONS = ("render", "several", "fails", "hangs", "leaves", "asks", "wrong", "growing")
 _modules = iter(range(10**6))
@@ -699,7 +700,7 @@ def launch_file(root, module):
 def test_the_command_serves_a_launch_file_until_ctrl_c(tmp_path, project, module):
     file = launch_file(tmp_path, module)
     command = [sys.executable, "-m", "bray", "render", "--config", file.name, "--no-open"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = forked.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         url = re.search(r"http://127.0.0.1:\d+/", process.stdout.readline())[0]
         with urllib.request.urlopen(f"{url}api/start", timeout=20) as answer:
