@@ -182,7 +182,7 @@ def test_outputs_that_know_nothing_give_every_legal_action(name):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("act") / "run"
-    exp = Experiment("PPO", "CartPole-v1", use_preset=False, path=path, num_envs=2, rollout_length=16)
+    exp = Experiment("PPO", "CartPole-v1", use_preset=False, path=path, num_envs=2, rollout_length=16, epochs=1)
     list(exp.train(stop={"training_iteration": 1}))
     exp.close()
     return path

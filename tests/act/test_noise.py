@@ -146,6 +146,7 @@ def test_the_exported_graph_has_the_mean_weights(case):
         np.testing.assert_allclose(got[key], want[key], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.optimizes
 def test_a_recorded_step_sees_new_noise_and_moves_sigma():
     pairs = []
     for record in (True, False):
@@ -206,7 +207,11 @@ def test_draws_of_another_shape_are_refused():
 def test_training_draws_noise_while_acting_and_learning(run):
     """With the same observation and no other exploration, sampled actions vary and greedy ones do not; sigma moves."""
     noisy = [{"layer_type": "noisy_linear", "layer_dim": [32], "activation": "relu", "sigma_init": 3.0}]
-    own = {"epsilon": 0.0, "learning_starts": 50, "train_every": 1} if run == "DQN" else {"rollout_length": 32}
+    own = (
+        {"epsilon": 0.0, "learning_starts": 50, "train_every": 1}
+        if run == "DQN"
+        else {"rollout_length": 32, "minibatches": 4}
+    )
     exp = Experiment(run, "CartPole-v1", use_preset=False, config={"layers": noisy, "num_envs": 1, "seed": 0, **own})
     sigma = lambda: {k: v.clone() for k, v in exp.training.model.state_dict().items() if "sigma" in k}  # noqa: E731
     before = sigma()

@@ -291,6 +291,7 @@ def test_batch_renorm_equals_its_formula():
 # --- all --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.optimizes
 @pytest.mark.parametrize("algo", [ddpg, td3, crossq, sac_discrete])
 def test_a_recorded_learner_equals_an_eager_one(algo):
     flats = []

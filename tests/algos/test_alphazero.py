@@ -500,7 +500,9 @@ def test_a_service_searches_as_long_as_it_is_told(tmp_path, capsys):
 
 
 def test_simulations_of_an_evaluation_are_for_policies_that_search(tmp_path, capsys):
-    with bray.Experiment("PPO", Nim, path=tmp_path / "run", num_envs=2, rollout_length=16, model=SMALL) as exp:
+    with bray.Experiment(
+        "PPO", Nim, path=tmp_path / "run", num_envs=2, rollout_length=16, epochs=1, model=SMALL
+    ) as exp:
         exp.fit({"training_iteration": 1}, progress=False)
     assert cli(["eval", str(tmp_path / "run"), "--simulations", "40"]) == 2
     assert "PPO: simulations=40 is for a policy that searches" in " ".join(capsys.readouterr().err.split())
@@ -532,7 +534,9 @@ def test_a_run_from_elsewhere_does_not_bring_its_game(tmp_path):
 
 
 def test_simulations_are_for_policies_that_search(tmp_path):
-    with bray.Experiment("PPO", Nim, path=tmp_path / "run", num_envs=2, rollout_length=16, model=SMALL) as exp:
+    with bray.Experiment(
+        "PPO", Nim, path=tmp_path / "run", num_envs=2, rollout_length=16, epochs=1, model=SMALL
+    ) as exp:
         exp.fit({"training_iteration": 1}, progress=False)
     from bray.experiment import torch_engine
 

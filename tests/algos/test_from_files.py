@@ -415,6 +415,7 @@ def test_an_environment_alone_is_not_enough(name, tmp_path):
         bray.Experiment(name, live=True, obs="float32[4]", actions=2, path=tmp_path / "y").training.close()
 
 
+@pytest.mark.optimizes
 @pytest.mark.parametrize("name", ["MARWIL", "IQL"])
 def test_learning_from_files_is_recorded_and_resumed_exactly(name, cartpole, tmp_path):
     config = {"epochs": 8, "fcnet_hiddens": [8], "batch_size": 16, "env": "CartPole-v1", "normalize_observations": True}

@@ -194,6 +194,7 @@ def test_its_weight_stays_where_the_kl_is_as_it_should_be():
     assert float(learner.kl_coef) == pytest.approx(1e-9)
 
 
+@pytest.mark.optimizes
 def test_all_of_them_train_together_recorded():
     options = {
         "kl_coef": 0.1,

@@ -141,7 +141,7 @@ def test_each_row_of_a_sequence_is_paid_before_rewards_are_summed(monkeypatch):
     assert (batch["reward"] == 0).all()
 
 
-ON, OFF = {"rollout_length": 8}, {"learning_starts": 100, "train_every": 100, "batch_size": 8}
+ON, OFF = {"rollout_length": 8, "minibatches": 2}, {"learning_starts": 100, "train_every": 100, "batch_size": 8}
 
 
 @pytest.mark.parametrize(("algorithm", "settings"), [("PPO", ON), ("DQN", OFF)])

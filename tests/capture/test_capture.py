@@ -15,6 +15,8 @@ from bray.capture.replay import parts_of, replayed
 from bray.capture.tape import Op
 from bray.optim import Optimizer
 
+pytestmark = pytest.mark.optimizes
+
 
 def make_step(seed=0, sizes=(4, 8, 2)):
     torch.manual_seed(seed)

@@ -10,6 +10,8 @@ from torch.utils import _pytree as pytree
 from bray.capture import capture
 from bray.inference.torch_engine import TorchEngine
 
+pytestmark = pytest.mark.optimizes
+
 
 def recorded(fn, *args):
     with torch.no_grad():

@@ -302,7 +302,10 @@ def test_rows_that_wait_do_not_count_in_the_deviation_of_returns():
 
 
 def test_a_run_says_that_it_is_not_exact_and_resumes_with_new_episodes(tmp_path, caplog):
-    for algo, config in (("PPO", {"rollout_length": 16}), ("DQN", {"learning_starts": 300, "train_every": 50})):
+    for algo, config in (
+        ("PPO", {"rollout_length": 16, "minibatches": 2}),
+        ("DQN", {"learning_starts": 300, "train_every": 50}),
+    ):
         path = tmp_path / algo
         exp = experiment(algo, path, **config)
         with caplog.at_level(logging.WARNING):

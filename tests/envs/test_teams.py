@@ -186,7 +186,7 @@ def test_a_declared_state_reaches_learners_and_nobody_who_acts(tmp_path, monkeyp
     add = Rollouts.add
     monkeypatch.setattr(Rollouts, "add", lambda self, piece: (learnt.append(set(piece.obs)), add(self, piece))[1])
     config = {"declares": declares}
-    exp = Experiment("PPO", Both, path=tmp_path / "run", env_config=config, rollout_length=8, num_envs=2, seed=0)
+    exp = Experiment("PPO", Both, path=tmp_path / "run", env_config=config, rollout_length=8, num_envs=2, minibatches=1)
     for _ in exp.train({"training_iteration": 2}):
         pass
     exp.close()

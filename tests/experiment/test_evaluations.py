@@ -16,6 +16,7 @@ from bray.rundir import RunDir
 SMALL = {
     "use_preset": False,
     "rollout_length": 16,
+    "minibatches": 2,
     "num_envs": 2,
     "iteration_steps": 0,
     "vector": "inprocess",

@@ -12,17 +12,20 @@ from bray.experiment import VOLATILE, Experiment
 from bray.rundir import RunDir
 from bray.train.progress import open_sinks
 
+pytestmark = pytest.mark.optimizes
+
 ON = {"num_envs": 3, "rollout_length": 8}
+PPO = {**ON, "epochs": 3, "minibatches": 3}
 OFF = {"learning_starts": 300, "train_every": 20, "batch_size": 16, "replay_size": 700, "iteration_steps": 400}
 LIMITS = {"train_every": 4, "max_use": 2, "max_staleness": 60}
 NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 
 CASES = {
-    "ppo-native": ("PPO", "CartPole-v1", {**ON, "vector": "native"}, 6),
-    "ppo-inprocess": ("PPO", "CartPole-v1", {**ON, "vector": "inprocess", **NORMALIZED}, 6),
-    "ppo-subprocess": ("PPO", "CartPole-v1", {**ON, "vector": "subprocess", "num_processes": 2}, 6),
-    "ppo-lstm": ("PPO", "CartPole-v1", {**ON, "use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 4}, 6),
-    "ppo-continuous": ("PPO", "Pendulum-v1", {**ON, "normalize_observations": True}, 6),
+    "ppo-native": ("PPO", "CartPole-v1", {**PPO, "vector": "native"}, 6),
+    "ppo-inprocess": ("PPO", "CartPole-v1", {**PPO, "vector": "inprocess", **NORMALIZED}, 6),
+    "ppo-subprocess": ("PPO", "CartPole-v1", {**PPO, "vector": "subprocess", "num_processes": 2}, 6),
+    "ppo-lstm": ("PPO", "CartPole-v1", {**PPO, "use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 4}, 6),
+    "ppo-continuous": ("PPO", "Pendulum-v1", {**PPO, "normalize_observations": True}, 6),
     "a2c-native": ("A2C", "CartPole-v1", {**ON, "vector": "native"}, 8),
     "a2c-inprocess": ("A2C", "CartPole-v1", {**ON, "vector": "inprocess"}, 8),
     "a2c-subprocess": ("A2C", "CartPole-v1", {**ON, "vector": "subprocess", "num_processes": 2}, 8),
@@ -51,8 +54,8 @@ CASES |= {
     "qmix-memory": ("QMIX", "bray.envs.agent_games:Hunt", {**OFF, **Q_TEAM, **GRU, "vector": "subprocess"}, 2),
     "vdn": ("VDN", "bray.envs.agent_games:Hunt", {**OFF, **Q_TEAM}, 2),
     "maddpg": ("MADDPG", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 2),
-    "mappo": ("MAPPO", "bray.envs.agent_games:Hunt", {**ON, "num_envs": 2, "normalize_observations": True}, 3),
-    "mappo-memory": ("MAPPO", "bray.envs.agent_games:Hunt", {**ON, "num_envs": 2, **MEMORY}, 3),
+    "mappo": ("MAPPO", "bray.envs.agent_games:Hunt", {**PPO, "num_envs": 2, "normalize_observations": True}, 3),
+    "mappo-memory": ("MAPPO", "bray.envs.agent_games:Hunt", {**PPO, "num_envs": 2, **MEMORY}, 3),
     "coma": ("COMA", "bray.envs.agent_games:Hunt", {**ON, **HUNT, "normalize_observations": True}, 6),
     "coma-memory": ("COMA", "bray.envs.agent_games:Hunt", {**ON, **HUNT, **MEMORY}, 6),
     "atoc": ("ATOC", "bray.envs.agent_games:Hunt", {**OFF, **HUNT, "normalize_observations": True}, 4),

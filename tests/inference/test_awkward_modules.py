@@ -14,6 +14,8 @@ from bray.inference.onnx_engine import OnnxEngine
 from bray.inference.torch_engine import TorchEngine
 from bray.optim import Optimizer
 
+pytestmark = pytest.mark.optimizes
+
 IN, OUT = 4, 3
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

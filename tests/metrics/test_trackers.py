@@ -14,7 +14,9 @@ from bray.metrics import trackers
 
 
 def train(tmp_path, *names, stop=2):
-    exp = bray.Experiment(run="PPO", env="CartPole-v1", path=tmp_path / "run", track=list(names), rollout_length=16)
+    exp = bray.Experiment(
+        run="PPO", env="CartPole-v1", path=tmp_path / "run", track=list(names), rollout_length=16, epochs=1
+    )
     rows = list(exp.train({"training_iteration": stop}))
     exp.close()
     return rows

@@ -19,6 +19,8 @@ from bray.nn import (
 )
 from bray.spec import EnvSpec, Space
 
+pytestmark = pytest.mark.optimizes
+
 
 def box(*shape):
     return Space("box", shape, "float32", -1.0, 1.0)

@@ -497,6 +497,7 @@ def with_kind(obs):
     return {**obs, "kind": torch.arange(len(obs["me"])) % 3}
 
 
+@pytest.mark.optimizes
 def test_all_of_it_is_recorded_with_its_gradients():
     model, steps = everything(), 3
 

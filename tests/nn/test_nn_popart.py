@@ -90,6 +90,7 @@ def test_it_learns_targets_of_any_scale_with_one_learning_rate():
         assert loss.item() < 1e-3, f"of the variance, at scale {scale}"
 
 
+@pytest.mark.optimizes
 def test_an_update_can_be_recorded():
     popart, eager = PopArt(2), PopArt(2)
     eager.load_state_dict(popart.state_dict())

@@ -61,7 +61,7 @@ def train(path, run, **settings):
 def made(tmp_path_factory):
     """Short runs, one of which leaves its graph while it trains."""
     path = tmp_path_factory.mktemp("made")
-    train(path / "ppo", "PPO", rollout_length=8, export_graph_after_s=0.0)
+    train(path / "ppo", "PPO", rollout_length=8, minibatches=2, export_graph_after_s=0.0)
     train(path / "dqn", "DQN", replay_size=500)
     return path
 
@@ -155,7 +155,7 @@ def test_an_export_ends_with_a_training_that_is_killed(tmp_path):
 
 def test_a_training_leaves_its_graph_and_learns_the_same_to_the_bit(made, tmp_path):
     assert (made / "ppo" / "models" / "default" / "graph.onnx").exists()
-    plain = train(tmp_path / "plain", "PPO", rollout_length=8, export_graph_after_s=None)
+    plain = train(tmp_path / "plain", "PPO", rollout_length=8, minibatches=2, export_graph_after_s=None)
     assert not (tmp_path / "plain" / "models" / "default" / "graph.onnx").exists()
     exported = RunDir(made / "ppo").load_checkpoint().weights
     assert tree.equal(plain, {name: exported[name] for name in plain})

@@ -60,7 +60,7 @@ def test_algorithms_have_numbers_alone(name):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     path = tmp_path_factory.mktemp("made") / "run"
-    exp = Experiment(run="PPO", env="CartPole-v1", path=path, use_preset=False, num_envs=2, rollout_length=8)
+    exp = Experiment(run="PPO", env="CartPole-v1", path=path, use_preset=False, num_envs=2, rollout_length=8, epochs=2)
     exp.save()
     exp.close()
     return path

@@ -1017,7 +1017,9 @@ def test_commands_that_need_torch_say_so():
 
 
 def test_experiment_serve(tmp_path):
-    exp = Experiment(run="PPO", env="CartPole-v1", path=tmp_path / "r", use_preset=False, num_envs=2, rollout_length=16)
+    exp = Experiment(
+        run="PPO", env="CartPole-v1", path=tmp_path / "r", use_preset=False, num_envs=2, rollout_length=16, epochs=1
+    )
     with pytest.raises(ConfigError, match="nothing to serve yet"):
         exp.serve(block=False)
     for _ in exp.train(stop={"training_iteration": 1}):

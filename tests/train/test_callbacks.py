@@ -30,7 +30,7 @@ def test_of_one_place_in_the_code_the_last_function_is_kept():
 
 
 def experiment(tmp_path, **more):
-    config = {"num_envs": 2, "vector": "inprocess", "rollout_length": 16, **more}
+    config = {"num_envs": 2, "vector": "inprocess", "rollout_length": 16, "minibatches": 2, **more}
     return bray.Experiment(run="PPO", env=Phased, path=tmp_path / "run", config=config)
 
 

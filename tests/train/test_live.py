@@ -443,7 +443,7 @@ def test_print_config(capsys, tmp_path):
 
 
 def test_a_run_of_an_environment_does_not_become_live(tmp_path, capsys):
-    exp = Experiment(run="PPO", env="CartPole-v1", path=tmp_path / "run", rollout_length=16, num_envs=2)
+    exp = Experiment(run="PPO", env="CartPole-v1", path=tmp_path / "run", rollout_length=16, num_envs=2, epochs=1)
     train(exp, training_iteration=1)
     exp.close()
     for more in (["--port", "0"], ["--live"]):

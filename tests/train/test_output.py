@@ -23,7 +23,14 @@ def check(episodes):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_played_while_training_is_written_by_each_worker(workers, tmp_path):
-    config = {"num_workers": workers, "num_envs": 2, "rollout_length": 16, "fcnet_hiddens": [8], "clip_rewards": True}
+    config = {
+        "num_workers": workers,
+        "num_envs": 2,
+        "rollout_length": 16,
+        "minibatches": 2,
+        "fcnet_hiddens": [8],
+        "clip_rewards": True,
+    }
     with Experiment(run="PPO", env=Tripled, path=tmp_path / "run", output=str(tmp_path / "out"), **config) as exp:
         rows = list(exp.train(stop={"env_steps_total": 500}))
     data = open_data(tmp_path / "out")
