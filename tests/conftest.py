@@ -182,12 +182,11 @@ def _operators_are_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _what_stays_is_not_collected() -> Iterator[None]:
+def _what_stays_is_not_collected() -> None:
     """Many tests collect garbage to see what is gone, and looking through all modules and tests took 0.1 to 0.3 s each.
     What an earlier file has left is looked at no more: its first export alone imports half a million objects."""
     gc.collect()
     gc.freeze()
-    yield
 
 
 @pytest.fixture(autouse=True, scope="session")
