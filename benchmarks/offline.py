@@ -1,11 +1,11 @@
-"""python -m benchmarks.offline CASE... --peer PYTHON [--steps 20000] [--seeds 0 1 2 3 4] [--device cuda [--compiled]]
+"""python -m benchmarks.offline CASE... [--peer PYTHON] [--steps 20000] [--seeds 0 1 2 3 4] [--device cuda [--compiled]]
 python -m benchmarks.offline CASE... --peer PYTHON --speed [--turns 5] [--device cuda [--compiled]]
 
 Bray beside d3rlpy 2.8 on the same files (`benchmarks.learning.demos`): scores after --steps gradient steps, of ten
 greedy episodes on the same seeds, in points (0 = random play, 100 = the script that made the good half of the data),
 both sides at the same time; or with --speed the gradient steps in a second, by turns, one thread each: a CPU second, or
 with --device cuda one of the clock. --compiled: with `compile_graph=True` on their side. --peer is a Python that has
-d3rlpy 2.8.1 and our torch, in an environment of its own: it wants gymnasium 1.0.
+d3rlpy 2.8.1 and our torch, in an environment of its own: it wants gymnasium 1.0; without it, our scores alone.
 
 Both sides have networks of 256 x 256, batches of 256 and a discount of 0.99; all else are the defaults of each.
 """
@@ -139,49 +139,56 @@ def as_npz(files: Path, out: Path) -> Path:
 
 
 @contextmanager
-def both(case: str, python: str, seed: int, device: str, compiled: bool) -> Iterator[tuple[Ours, Peer]]:
+def sides(case: str, python: str | None, seed: int, device: str, compiled: bool) -> Iterator[tuple[Ours, Peer | None]]:
     run, env, data = CASES[case]
     files = demos.made(data)
     with tempfile.TemporaryDirectory() as folder:
-        peer = Peer(python, run, env, as_npz(files, Path(folder) / "rows.npz"), seed, device, compiled)
+        peer = None
+        if python is not None:
+            peer = Peer(python, run, env, as_npz(files, Path(folder) / "rows.npz"), seed, device, compiled)
         try:
             yield Ours(run, env, files, seed, device, Path(folder)), peer
         finally:
-            peer.process.kill()
-            peer.process.wait()
+            if peer is not None:
+                peer.process.kill()
+                peer.process.wait()
 
 
 def speed(case: str, python: str, turns: int, device: str, compiled: bool) -> dict[str, Any]:
     """Gradient steps in a second: the median of the turns, after one to warm up."""
-    with both(case, python, 0, device, compiled) as sides:
-        rates = [[TURN / side.steps(TURN) for side in sides] for _ in range(turns + 1)][1:]
+    with sides(case, python, 0, device, compiled) as both:
+        rates = [[TURN / side.steps(TURN) for side in both if side is not None] for _ in range(turns + 1)][1:]
     ours, theirs = np.median(rates, 0).tolist()
     ratio = float(np.median([mine / other for mine, other in rates]))
     rounded = {"bray": round(ours, 1), "d3rlpy": round(theirs, 1), "ratio": round(ratio, 2)}
     return {"case": case, "device": device, **rounded}
 
 
-def score(case: str, python: str, steps: int, seeds: list[int], device: str, compiled: bool) -> dict[str, Any]:
+def score(case: str, python: str | None, steps: int, seeds: list[int], device: str, compiled: bool) -> dict[str, Any]:
     """Points of each seed, and how far our mean is above d3rlpy's."""
     low, high = POINTS[CASES[case][1]]
-    points: tuple[list[float], list[float]] = ([], [])
+    points: dict[str, list[float]] = {}
     for seed in seeds:
-        with both(case, python, seed, device, compiled) as sides:
-            ours, peer = sides
-            peer.ask(f"steps {steps}")
+        with sides(case, python, seed, device, compiled) as (ours, peer):
+            if peer is not None:
+                peer.ask(f"steps {steps}")
             ours.steps(steps)
-            peer.answer()
-            for found, side in zip(points, sides, strict=True):
-                found.append(round(100.0 * (float(np.mean(side.play(EPISODES))) - low) / (high - low), 1))
-        print(json.dumps({"case": case, "seed": seed, "bray": points[0][-1], "d3rlpy": points[1][-1]}), flush=True)
-    above = round(float(np.mean(points[0]) - np.mean(points[1])), 1)
-    return {"case": case, "steps": steps, "device": device, "bray": points[0], "d3rlpy": points[1], "above": above}
+            found = {"bray": ours.play(EPISODES)}
+            if peer is not None:
+                peer.answer()
+                found["d3rlpy"] = peer.play(EPISODES)
+        for name, returns in found.items():
+            points.setdefault(name, []).append(round(100.0 * (float(np.mean(returns)) - low) / (high - low), 1))
+        print(json.dumps({"case": case, "seed": seed, **{name: x[-1] for name, x in points.items()}}), flush=True)
+    means = [float(np.mean(x)) for x in points.values()]
+    above = {"above": round(means[0] - means[1], 1)} if python else {"mean": round(means[0], 1)}
+    return {"case": case, "steps": steps, "device": device, **points, **above}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", type=one_of(CASES), metavar="CASE")
-    parser.add_argument("--peer", required=True, help="a Python that has d3rlpy")
+    parser.add_argument("--peer", help="a Python that has d3rlpy")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--speed", action="store_true")
@@ -189,6 +196,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compiled", action="store_true")
     args = parser.parse_args(argv)
+    if args.speed and args.peer is None:
+        parser.error("--speed compares: it needs --peer PYTHON")
     torch.set_num_threads(1)
     for case in args.cases or CASES:
         if args.speed:
