@@ -190,6 +190,17 @@ def _what_stays_is_not_collected() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _exports_are_timed_briefly() -> Iterator[None]:
+    """Each `bray export` computes for a second to say how fast its graphs are, which tests do not look at."""
+    from bray.inference import verify
+
+    time_forward = verify.time_forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "time_forward", lambda *args: time_forward(*args[:3], 0.01))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _graphs_are_waited_for() -> Iterator[None]:
     """A graph that is not there when its training ends is written by a process that nobody waits for, but tests do."""
     from bray.serving.graph import GraphExport

@@ -24,12 +24,12 @@ SPEC = EnvSpec(
 )
 
 
-def make(**options):
+def make(spec=SPEC, **options):
     torch.manual_seed(0)
     config = atoc.Config(**{"thought_size": H, "group_size": K, **options})
     small = ModelConfig(fcnet_hiddens=(8,), fcnet_activation="tanh")
-    model = atoc.make_model(config, SPEC, small)
-    learner = atoc.Learner(config, SPEC, model, small, seed=0, record=False)
+    model = atoc.make_model(config, spec, small)
+    learner = atoc.Learner(config, spec, model, small, seed=0, record=False)
     with torch.no_grad():  # far from where they begin, and some want to talk
         for p in [*model.parameters(), *learner.target.module.parameters(), *learner.target_actor.module.parameters()]:
             p.add_(0.3 * torch.randn_like(p))
@@ -142,11 +142,13 @@ def test_without_initiators_new_thoughts_are_the_old_ones():
 
 
 def test_the_exported_graph_talks_as_the_model_does_for_any_number_of_games():
-    model, _ = make()
-    engine = OnnxEngine(export_onnx(model, [observed()]))
+    three = Space("dict", parts=(Space("box", (3, 5), "float32"),), names=("obs",))
+    actions = Space("box", (3, 2), "float32", -1.0, 1.0)
+    model, _ = make(EnvSpec("pushes", three, actions, team=TEAM[:3]))
+    engine = OnnxEngine(export_onnx(model, [{"obs": observed()["obs"][:, :3]}]))
     engine.set_weights({k: v.numpy() for k, v in model.state_dict().items()})
     for games in (1, B):
-        obs = {"obs": observed(7)["obs"][:games]}
+        obs = {"obs": observed(7)["obs"][:games, :3]}
         with torch.no_grad():
             np.testing.assert_allclose(engine.forward(obs)["mu"], model(tensors(obs))["mu"], atol=1e-5)
 

@@ -35,13 +35,6 @@ def cartpole(tmp_path_factory):
     return train(folder, *words, *TINY)
 
 
-@pytest.fixture(autouse=True)
-def _in_a_hurry(monkeypatch):
-    """Times are not looked at here."""
-    real = command.verify
-    monkeypatch.setattr(command, "verify", lambda *args: real(*args, seconds=0.01))
-
-
 def rows_of(printed):
     """The table's rows by engine: (size, max error, mean error, same action)."""
     lines = [line for line in printed.splitlines() if line.startswith(("torch  ", "onnx  ", "onnx, weights", "int8  "))]

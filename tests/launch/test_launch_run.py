@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from bray.errors import ConfigError
 from bray.launch import build as building
 from bray.launch.graph import load
 from bray.serving.policy_actor import PolicyActor
+from tests import forked
 
 _number = itertools.count()
 
@@ -379,11 +381,11 @@ def test_a_signal_stops_it_cleanly_with_code_0(sig, mode, file, tmp_path):
     code = "import sys, launch_for_tests as f; f.use(); from bray.cli.main import main; sys.exit(main(sys.argv[1:]))"
     words = ["launch", "--config", str(file), "--cluster", "local", "--mode", mode]
     here = str(Path(__file__).parents[1])
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", code, *words],
+    process = forked.Popen(
+        [sys.executable, "-c", code, *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, str(Path(here).parent)])},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as a script's shell starts it with `&`
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([here, str(Path(here).parent)])},
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN),  # as a script's shell starts it with `&`
     )  # fmt: skip
     try:
         lines = []

@@ -1,7 +1,6 @@
 """What a master writes: rows, TensorBoard's events, and a state that survives."""
 
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -13,6 +12,7 @@ from bray.remote import master
 from bray.remote.master import worker
 from bray.remote.master.worker import Master
 from bray.remote.model.handle import RemoteModel
+from tests import forked
 from tests.ray_for_tests import opened
 
 
@@ -171,7 +171,7 @@ def test_a_script_that_just_ends_leaves_its_last_row(tmp_path):
         "bray.RemoteModel('m', torch.nn.Linear(3, 2), (np.zeros(3, np.float32),), tensorboard_step=True)\n"
         "bray.merge('loss', 0.5)\n"
     )
-    made = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    made = forked.run([sys.executable, "-c", script], cwd=tmp_path, timeout=120)
     assert made.stderr == ""
     (row,) = rows_of(tmp_path / "project" / "trial")
     assert (row["loss"], row["learner_steps_total"]) == (0.5, 0)

@@ -4,7 +4,6 @@ test_remote_model_ray.py."""
 import asyncio
 import pickle
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from bray.remote.model.definition import Definition, find_example
 from bray.remote.model.handle import RemoteModel
 from bray.remote.model.weights import get_torch_model_weights, set_torch_model_weights
 from bray.rundir import RunDir
+from tests import forked
 from tests.ray_for_tests import local_session, opened  # noqa: F401
 
 X = np.arange(4, dtype=np.float32)
@@ -497,7 +497,8 @@ model = RemoteModel("m", net, (np.zeros(4, np.float32),))
 model(np.zeros(4, np.float32))
 model.publish_weights(net.state_dict(), step=6).result()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    done = forked.run([sys.executable, "-c", script], timeout=LIMIT_S)
+    assert done.returncode == 0
     assert "Traceback" not in done.stderr
     assert versions(tmp_path) == [0, 6]
 

@@ -522,7 +522,7 @@ def read_mutations(made, tmp_path, count, seed, every):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_mutated_run_directory_is_read_or_refused(made, tmp_path):
-    read_mutations(made, tmp_path, 200, 0, every=False)
+    read_mutations(made, tmp_path, 80, 0, every=False)
 
 
 @pytest.mark.slow

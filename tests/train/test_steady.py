@@ -209,7 +209,7 @@ def test_a_learner_that_always_raises_stays_off_while_games_are_answered(tmp_pat
 
 
 def test_updates_that_are_never_finite_end_in_the_same_way(tmp_path, no_pause):
-    with experiment(tmp_path / "run", wait_s=5) as exp:
+    with experiment(tmp_path / "run", wait_s=5, rows=16) as exp:
         spoil(exp, range(2, 10_000), spoil_loss)
         with playing(Sign(port_of(exp))) as games, pytest.raises(Diverged, match="10 updates, one after the other"):
             train(exp, games, env_steps_total=3500)
