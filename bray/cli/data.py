@@ -27,14 +27,17 @@ def data(options: Data) -> int:
     """Look, and write where that is asked for; returns the exit code: 1 where episodes are broken."""
     spec = None if options.obs is None and options.actions is None else given_spec(options.obs, options.actions)
     keeps = parse_filter(options.filter) if options.filter is not None else None
-    found = _open(options.files, spec)
+    looks = options.out is None and options.evaluate is None
+    if sum(x is not None for x in (options.out, options.evaluate, options.plot)) > 1:
+        raise ConfigError("--out, --evaluate and --plot are three things to do: one at a time")
+    for name in ("convert", "filter"):
+        if getattr(options, name) is not None and options.out is None:
+            raise ConfigError(f"--{name} writes other files: say where with --out DIR")
+    found = open_data(options.files, spec, options.skip_broken or looks)
     if options.out is not None:
         return _write(found, options, keeps)
     if options.evaluate is not None:
         return _evaluate(found, options)
-    for name in ("convert", "filter"):
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} writes other files: say where with --out DIR")
     summary = summarise(found)
     if not summary.returns:
         why = next(iter(summary.broken.values()), "there are none")
@@ -45,12 +48,6 @@ def data(options: Data) -> int:
     return 1 if summary.broken else 0
 
 
-def _open(files: list[str], spec: EnvSpec | None) -> DataSet:
-    """All that is named, as one data set."""
-    sources = [source for pattern in files for source in open_data(pattern, spec).sources]
-    return DataSet(sources, spec)
-
-
 def _evaluate(found: DataSet, options: Data) -> int:
     """A table of estimates."""
     from bray.experiment import Experiment
@@ -58,7 +55,7 @@ def _evaluate(found: DataSet, options: Data) -> int:
 
     assert options.evaluate is not None
     with Experiment.load(options.evaluate, options.checkpoint, trust=trusting(options)) as exp:
-        found = DataSet(found.sources, exp.served.spec, options.skip_broken)
+        found.spec = exp.served.spec
         gamma = getattr(exp.config["algo"], "gamma", 0.99) if options.gamma is None else options.gamma
         act, episodes = how_to_act(options), list(found)
         rows = estimate(exp.served, episodes, gamma, act)
@@ -137,7 +134,6 @@ def _write(found: DataSet, options: Data, keeps: Any) -> int:
         raise ConfigError(
             f"what is written says its spaces, and these files do not: --obs '{obs}' --actions '{actions}', perhaps"
         )
-    found.skip_broken = options.skip_broken
     read = written = 0
 
     def chosen() -> Iterator[Episode]:

@@ -173,8 +173,11 @@ class EpisodeReader(Sequence[Episode]):
     def spec(self) -> EnvSpec | None:
         """The spaces, by spec.json beside the files or one folder above."""
         for folder in (self.paths[0].parent, self.paths[0].parent.parent) if self.paths else ():
-            if (folder / "spec.json").exists():
-                return EnvSpec.from_json(read_json(folder / "spec.json"))
+            if (path := folder / "spec.json").exists():
+                try:
+                    return EnvSpec.from_json(read_json(path))
+                except DataError as e:
+                    raise DataError(f"{path}: {e}") from None
         return None
 
     def where(self, i: int) -> str:
@@ -264,19 +267,21 @@ def _squeeze(episode: Episode) -> NestedArray:
     return {"episode": squeezed, "stacks": stacks}
 
 
-def _unsqueeze(block: NestedArray) -> Episode:
+def _unsqueeze(block: NestedArray, stored: int) -> Episode:
     episode, stacks = block["episode"], block["stacks"]
+    size = 0
     leaves = iter(range(len(tree.leaves(episode["obs"]))))
 
     def leaf(x: np.ndarray) -> np.ndarray:
+        nonlocal size
         stack = stacks.get(str(next(leaves)))
         if stack is None:
             return x.copy()
         k = int(stack)
         if stack.ndim != 0 or not 2 <= k <= min(len(x), _MAX_STACK) or x.ndim < 2:
             raise DataError(f"frames of shape {x.shape} cannot be stacked by {k}")
-        if x.nbytes * k > MAX_EPISODE:
-            raise DataError(f"{x.nbytes} bytes of frames, each {k} times; the most is {MAX_EPISODE}")
+        size += x.nbytes * k
+        check_size(size, stored)
         windows = np.lib.stride_tricks.sliding_window_view(x, k, axis=0)  # [T + 1, ..., k]
         return np.ascontiguousarray(np.moveaxis(windows, -1, 1))
 
@@ -333,7 +338,7 @@ def _read_block(block: bytes, raw: int, steps: int) -> Episode:
         raise DataError("a block that is not an episode")
     if not all(isinstance(k, np.ndarray) for k in content["stacks"].values()):
         raise DataError("a block that is not an episode")
-    episode = _unsqueeze(content)
+    episode = _unsqueeze(content, len(block))
     if check_columns(episode) != steps:
         raise DataError(f"an episode of {len(episode['reward'])} steps, the index says {steps}")
     return episode
@@ -343,10 +348,13 @@ def check_size(size: int, stored: int) -> None:
     """Raise DataError for an episode that cannot be held, or that is there only to fill the memory of who reads it."""
     if size > MAX_EPISODE:
         raise DataError(f"an episode of {size} bytes; the most is {MAX_EPISODE}. Write it in parts.")
+    check_squeezed(size, stored)
+
+
+def check_squeezed(size: int, stored: int) -> None:
+    """Raise DataError for few bytes that become many in memory."""
     if size > LARGE_EPISODE and size > MOST_SQUEEZED * stored:
-        raise DataError(
-            f"{stored} bytes that say they are an episode of {size} are not read: they only fill the memory"
-        )
+        raise DataError(f"{stored} bytes that say they are {size} are not read: they only fill the memory")
 
 
 class Unchanged:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.data.files import MAX_EPISODE, Episode, Unchanged, check_size
+from bray.data.files import MAX_EPISODE, Episode, Unchanged, check_size, check_squeezed
 from bray.errors import DataError
 from bray.spec import EnvSpec
 from bray.tree import NestedArray
@@ -82,7 +83,15 @@ class FlatSource:
                 if not leaf.shape:
                     raise DataError(f"{self._file.path}: {path} is a single number, expected a row for each step")
                 rows[path] = int(leaf.shape[0])
+        leaves = tree.leaves(self._columns)
+        try:
+            size = sum(x.dtype.itemsize * math.prod(x.shape) for x in leaves)
+            check_squeezed(size, os.stat(self._file.path).st_size)
+        except DataError as e:
+            raise DataError(f"{self._file.path}: {e}") from None
         n = rows.get("reward", 0)
+        if math.prod(self._columns["reward"].shape[1:]) != 1:
+            raise DataError(f"{self._file.path}: reward is a number for each step, got {self._columns['reward'].shape}")
         self._last_row = any(x == n + 1 for path, x in rows.items() if path.partition("/")[0] == "obs")
         for path, x in rows.items():
             if x != n + (self._last_row and path.partition("/")[0] == "obs"):
@@ -93,7 +102,7 @@ class FlatSource:
         if name not in self._columns:
             return np.zeros(n, bool)
         flags = np.asarray(self._columns[name][0:n])
-        if flags.size != n or not np.isin(flags, (0, 1)).all():
+        if flags.size != n or flags.dtype.kind not in "biuf" or not ((flags == 0) | (flags == 1)).all():
             raise DataError(f"{self._file.path}: {name} is 0 or 1 for each step; got {flags.dtype}{list(flags.shape)}")
         return flags.reshape(n).astype(bool)
 
@@ -103,8 +112,11 @@ class FlatSource:
         if "next_obs" not in self._columns:
             self.notes.append(f"{path}: no flag for time limits: they cannot be told from terminations")
             return
-        obs = dict(tree.paths(self._columns["obs"]))
-        for name, after in tree.paths(self._columns["next_obs"]):
+        obs, behind = (dict(tree.paths(self._columns[name])) for name in ("obs", "next_obs"))
+        shapes = [{name: x.shape[1:] for name, x in rows.items()} for rows in (obs, behind)]
+        if shapes[0] != shapes[1]:
+            raise DataError(f"{path}: rows of obs are {shapes[0]} and of next_obs {shapes[1]}: expected the same")
+        for name, after in behind.items():
             for start in range(0, n - 1, _BLOCK):
                 end = min(start + _BLOCK, n - 1)
                 jumps = (after[start:end] != obs[name][start + 1 : end + 1]).reshape(end - start, -1).any(1)
@@ -118,8 +130,14 @@ class FlatSource:
         return f"{self._file.path}, episode {i} (from row {self._starts[i]})"
 
     def __getitem__(self, i: int) -> Episode:
-        self._file.check()
-        start, end = int(self._starts[i]), int(self._ends[i])
+        try:
+            return self._read(int(self._starts[i]), int(self._ends[i]))
+        except (*_BROKEN, MemoryError) as e:
+            raise DataError(f"{self.where(i)} cannot be read ({e or type(e).__name__})") from None
+        finally:
+            self._file.check()
+
+    def _read(self, start: int, end: int) -> Episode:
         leaves = tree.leaves(self._columns)
         check_size(sum(x.dtype.itemsize * math.prod(x.shape[1:]) for x in leaves) * (end - start), MAX_EPISODE)
 
@@ -139,13 +157,16 @@ class FlatSource:
 def finished(rows: dict[str, NestedArray], terminated: np.ndarray, last: NestedArray | None) -> Episode:
     """An episode of columns of T rows each, and the observation `[1, ...]` after them, where it is known. Nobody looks
     at that of a terminated one; without it, the last step of another one is left out."""
-    n, obs = len(rows["reward"]), rows["obs"]
+    n, obs = len(terminated), rows["obs"]
     if last is None and terminated[-1]:
         last = tree.index(obs, slice(n - 1, n))
     if last is None:
         n -= 1
     else:
-        obs = tree.concat([obs, last])
+        try:
+            obs = tree.concat([obs, last])
+        except ValueError:
+            raise DataError("the observation after its last step has another shape than the others") from None
     truncated = np.zeros(n, bool)
     truncated[n - 1 :] = not terminated[n - 1]
     out = {name: tree.index(column, slice(0, n)) for name, column in rows.items()}
@@ -200,7 +221,7 @@ class _Squeezed:
             try:
                 with zipfile.ZipFile(self.path) as archive, archive.open(self._name) as f:
                     self._array = np.lib.format.read_array(f, allow_pickle=False)
-            except _BROKEN as e:
+            except (*_BROKEN, MemoryError) as e:
                 raise DataError(f"{self.path}: {self._name} cannot be read ({e})") from None
         return self._array[rows]
 
@@ -213,6 +234,8 @@ _BROKEN = (
     EOFError,
     RuntimeError,
     NotImplementedError,
+    SyntaxError,  # what Python and numpy make of a head that is none
+    tokenize.TokenError,
     struct.error,
 )
 
@@ -254,6 +277,6 @@ def open_npz(path: Path) -> FlatSource:
                     columns[name] = _Squeezed(path, member.filename, shape, dtype)
     except DataError as e:
         raise e if str(path) in str(e) else DataError(f"{path}: {e}") from None
-    except _BROKEN as e:
+    except (*_BROKEN, MemoryError) as e:
         raise DataError(f"{path} cannot be read as npz ({e})") from None
     return FlatSource(path, columns)

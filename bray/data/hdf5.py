@@ -7,18 +7,19 @@ refused.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from bray.data.files import Episode, Unchanged, check_columns, check_size
+from bray.data.files import Episode, Unchanged, check_columns, check_size, check_squeezed
 from bray.data.flat import FlatSource
-from bray.errors import ConfigError, DataError, how_to_install
+from bray.errors import CheckpointError, ConfigError, DataError, how_to_install
 from bray.rundir.files import write_atomic
+from bray.rundir.reader import read_dict
 from bray.spec import EnvSpec, Space
 from bray.tree.nested import KINDS, NestedArray
 
@@ -48,10 +49,10 @@ def open_hdf5(path: Path) -> MinariSource | FlatSource:
     h5py = h5()
     try:
         file = h5py.File(path, "r")
-        if "episode_0" in file or (path.name == MAIN and (path.parent / ABOUT).exists()):
+        if "episode_0" in list(file) or (path.name == MAIN and (path.parent / ABOUT).exists()):
             return MinariSource(path, file)
         return FlatSource(path, dict(_arrays(file, path)))
-    except (OSError, RuntimeError, KeyError, ValueError) as e:
+    except (OSError, RuntimeError, KeyError, ValueError, MemoryError) as e:
         raise DataError(f"{path} cannot be read as HDF5 ({str(e).splitlines()[0]})") from None
 
 
@@ -62,16 +63,25 @@ def _arrays(group: Any, path: Path, prefix: str = "", depth: int = 0) -> Iterato
         raise DataError(f"{path}: {prefix or '/'} is too deep or has too many parts to be a data set")
     for name in group:
         where = f"{prefix}{name}"
-        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-            raise DataError(f"{path}: {where} is a link to elsewhere, which is not followed: copy the array there")
-        item = group[name]
+        item = _own(group, name, f"{path}: {where}")
         if isinstance(item, h5py.Group):
             yield from _arrays(item, path, f"{where}/", depth + 1)
         elif isinstance(item, h5py.Dataset):
             if item.is_virtual or item.external:
                 raise DataError(f"{path}: {where} lies in another file, which is not read: copy the array there")
             if item.dtype.kind in KINDS:
+                try:
+                    check_squeezed(item.dtype.itemsize * math.prod(item.chunks or ()), item.id.get_storage_size())
+                except DataError as e:
+                    raise DataError(f"{path}: {where} is stored in parts: {e}") from None
                 yield where, item
+
+
+def _own(group: Any, name: str, where: str) -> Any:
+    """What a group has under a name itself; what is looked at is the link alone, before it leads anywhere."""
+    if group.id.links.get_info(name.encode()).type != h5().h5l.TYPE_HARD:
+        raise DataError(f"{where} is a link to elsewhere, which is not followed: copy the array there")
+    return group[name]
 
 
 class MinariSource:
@@ -80,23 +90,32 @@ class MinariSource:
     def __init__(self, path: Path, file: Any):
         self._file, self._h5, self.notes = Unchanged(path), file, list[str]()
         numbered = {name.removeprefix("episode_"): name for name in file}
-        if not all(number.isdecimal() for number in numbered):
+        if not all(number.isdecimal() and len(number) < 19 for number in numbered):
             raise DataError(f"{path}: expected groups episode_0, episode_1, ... and nothing else")
         self._groups = [numbered[number] for number in sorted(numbered, key=int)]
         self.steps = np.array([self._count(name) for name in self._groups], np.int64)
         self.spec = self._spec(path)
 
     def _count(self, name: str) -> int:
-        rewards = self._h5.get(f"{name}/rewards")
-        return int(rewards.shape[0]) if rewards is not None and len(getattr(rewards, "shape", ())) == 1 else 0
+        try:
+            rewards = _own(self._group(name), "rewards", name)
+        except (DataError, KeyError):  # said when it is read
+            return 0
+        return int(rewards.shape[0]) if len(getattr(rewards, "shape", None) or ()) == 1 else 0
+
+    def _group(self, name: str) -> Any:
+        group = _own(self._h5, name, f"{self._file.path}: {name}")
+        if not isinstance(group, h5().Group):
+            raise DataError(f"{self._file.path}: {name} is no group with the columns of an episode")
+        return group
 
     def _spec(self, path: Path) -> EnvSpec | None:
         about: dict[str, Any] = {}
         if (path.parent / ABOUT).is_file():
             try:
-                about = msgspec.json.decode((path.parent / ABOUT).read_bytes(), type=dict[str, Any])
-            except (msgspec.DecodeError, OSError) as e:
-                raise DataError(f"{path.parent / ABOUT} cannot be read ({e})") from None
+                about = read_dict(path.parent / ABOUT)
+            except CheckpointError as e:
+                raise DataError(str(e)) from None
         given = [about.get(k) or self._h5.attrs.get(k) for k in ("observation_space", "action_space")]
         if not all(isinstance(x, str) for x in given):
             return None
@@ -113,14 +132,14 @@ class MinariSource:
         return f"{self._file.path}, episode {self._groups[i].removeprefix('episode_')}"
 
     def __getitem__(self, i: int) -> Episode:
-        self._file.check()
         try:
-            arrays = dict(_arrays(self._h5[self._groups[i]], self._file.path))
+            arrays = dict(_arrays(self._group(self._groups[i]), self._file.path))
             wanted = {k: x for k, x in arrays.items() if k.partition("/")[0] in _TO_OURS.values()}
             size = sum(x.dtype.itemsize * int(np.prod(x.shape)) for x in wanted.values())
             check_size(size, sum(x.id.get_storage_size() for x in wanted.values()))
             read = {k: x[()] for k, x in wanted.items()}
-        except (OSError, RuntimeError, KeyError, ValueError) as e:
+            self._file.check()
+        except (OSError, RuntimeError, KeyError, ValueError, MemoryError) as e:
             raise DataError(f"{self.where(i)} cannot be read ({str(e).splitlines()[0]})") from None
         episode: Episode = {}
         for ours, theirs in _TO_OURS.items():

@@ -100,7 +100,10 @@ class JsonSource:
                 f"{self._file.path}, line {number + 1} has rows of the policies {sorted(batches)}; expected those of "
                 "one, and files for each"
             )
-        return dict(next(iter(batches.values())))
+        (batch,) = batches.values()
+        if not isinstance(batch, dict):
+            raise DataError(f"{self._file.path}, line {number + 1}: expected columns, got {str(batch)[:40]}")
+        return batch
 
     def _rows(self, found: _Ends, number: int) -> tuple[list[Any], np.ndarray, np.ndarray]:
         """For each row of a line: which episode, whether it terminated, whether it ended."""
@@ -109,17 +112,19 @@ class JsonSource:
         terminated = found.terminateds if found.terminateds is not None else found.dones
         if terminated is None:
             raise DataError(f"{where}: expected terminateds (or dones), which say where episodes end")
-        flags = self._column(terminated, "terminateds", where).astype(bool)
-        limits = np.zeros(n, bool)
+        flags, limits = self._column(terminated, "terminateds", where), np.zeros(n, bool)
         if found.truncateds is not None:
             self._limits = True
-            limits = self._column(found.truncateds, "truncateds", where).astype(bool)
+            limits = self._column(found.truncateds, "truncateds", where)
         ids = [0] * n if found.eps_id is None else self._column(found.eps_id, "eps_id", where).tolist()
         given = found.agent_index
         agents = [0] * n if given is None else self._column(given, "agent_index", where).tolist()
         if not len(flags) == len(limits) == len(ids) == len(agents) == n or not n:
             raise DataError(f"{where}: its columns have different lengths, or no rows")
-        return list(zip(ids, agents, strict=True)), flags & ~limits, flags | limits
+        if any(x.ndim > 1 or not ((x == 0) | (x == 1)).all() for x in (flags, limits)):
+            raise DataError(f"{where}: terminateds and truncateds are true or false for each row")
+        over, cut = flags.astype(bool), limits.astype(bool)
+        return list(zip(ids, agents, strict=True)), over & ~cut, over | cut
 
     def _column(self, given: Any, name: str, where: str) -> np.ndarray:
         if isinstance(given, str):
@@ -149,7 +154,14 @@ class JsonSource:
         return self._read[1]
 
     def __getitem__(self, i: int) -> Episode:
-        self._file.check()
+        try:
+            return self._episode(i)
+        except (ValueError, RecursionError, MemoryError) as e:  # no JSON behind the columns that were looked at first
+            raise DataError(f"{self.where(i)} cannot be read ({e})") from None
+        finally:
+            self._file.check()
+
+    def _episode(self, i: int) -> Episode:
         where, parts = self.where(i), self._episodes[i]
         columns: dict[str, list[np.ndarray]] = {}
         last: np.ndarray | None = None

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from bray.data.files import SUFFIX, Episode, EpisodeReader, check_columns
-from bray.errors import ConfigError, DataError
+from bray.errors import CheckpointError, ConfigError, DataError
+from bray.rundir.reader import open_plain
 from bray.spec import ACTION_MASK, GLOBAL_STATE, EnvSpec, Space, parse_space
 from bray.tree.nested import KINDS, NestedArray
 
@@ -117,23 +118,50 @@ class DataSet(Sequence[Episode]):
         return self.sources[k], i - int(self._starts[k])
 
 
-def open_data(pattern: str | Path, spec: EnvSpec | None = None, skip_broken: bool = False) -> DataSet:
-    """The data set that a directory, a file or a pattern names. `spec`: its spaces, where they are known; else those
-    that the files say, if they do."""
-    files, sources = find_files(pattern), []
-    ours: list[Path] = []
+def open_data(pattern: str | Path | Sequence[str], spec: EnvSpec | None = None, skip_broken: bool = False) -> DataSet:
+    """The data set that a directory, a file or a pattern names, or several. `spec`: its spaces, where they are known;
+    else those that the files say, if they do. With `skip_broken` files that cannot be opened, and those of other
+    spaces than the first one, count as `broken`, too, with numbers below 0."""
+    patterns = [pattern] if isinstance(pattern, (str, Path)) else pattern
+    sources: list[EpisodeSource] = []
+    known: list[EpisodeSource] = []  # one that says its spaces
+    broken: list[str] = []
+    for kind, files in _by_kind([file for one in patterns for file in find_files(one)], broken, skip_broken):
+        try:
+            source = _open(files, kind)
+            if spec is None and common_spec([*known, source]) is not None:
+                known = known or [source]
+            sources.append(source)
+        except (DataError, CheckpointError) as e:
+            if not skip_broken:
+                raise
+            broken.append(str(e))
+    if broken and not sources:
+        raise DataError(broken[0])
+    for why in broken:
+        logger.warning("left out: %s", why)
+    data = DataSet(sources, spec, skip_broken)
+    data.broken = {-1 - i: why for i, why in enumerate(broken)}
+    return data
+
+
+def _by_kind(files: Sequence[Path], broken: list[str], skip_broken: bool) -> list[tuple[str, list[Path]]]:
+    """Kinds, and files that make one source: ours of a folder together, unless one of them may be left out."""
+    groups: dict[Path, list[Path]] = {}
+    others = []
     for file in files:
-        kind = _kind(file)
-        if kind == "ours":
-            ours.append(file)
+        try:
+            kind = _kind(file)
+        except DataError as e:
+            if not skip_broken:
+                raise
+            broken.append(str(e))
             continue
-        sources.append(_open_foreign(file, kind))
-    if ours:
-        by_folder: dict[Path, list[Path]] = {}
-        for file in ours:
-            by_folder.setdefault(file.parent, []).append(file)
-        sources = [*(EpisodeReader(group) for group in by_folder.values()), *sources]
-    return DataSet(sources, spec, skip_broken)
+        if kind == "ours":
+            groups.setdefault(file if skip_broken else file.parent, []).append(file)
+        else:
+            others.append((kind, [file]))
+    return [*(("ours", group) for group in groups.values()), *others]
 
 
 def find_files(pattern: str | Path) -> list[Path]:
@@ -161,10 +189,10 @@ def find_files(pattern: str | Path) -> list[Path]:
 def _kind(path: Path) -> str:
     """What a file is, by its first bytes."""
     try:
-        with open(path, "rb") as f:
+        with open_plain(path) as f:
             head = f.read(8)
-    except OSError as e:
-        raise DataError(f"{path} cannot be read ({e.strerror})") from None
+    except CheckpointError as e:
+        raise DataError(str(e)) from None
     if head == b"BRAYEPIS":
         return "ours"
     if head == b"\x89HDF\r\n\x1a\n":
@@ -181,7 +209,10 @@ def _kind(path: Path) -> str:
     )
 
 
-def _open_foreign(path: Path, kind: str) -> EpisodeSource:
+def _open(paths: list[Path], kind: str) -> EpisodeSource:
+    if kind == "ours":
+        return EpisodeReader(paths)
+    (path,) = paths
     if kind == "npz":
         from bray.data.flat import open_npz
 
@@ -327,8 +358,8 @@ def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def _check_finite(x: np.ndarray, name: str) -> None:
-    if x.dtype.kind not in KINDS:
-        raise DataError(f"{name} holds {x.dtype}, not numbers")
+    if x.dtype.kind not in KINDS or x.dtype.kind == "c":
+        raise DataError(f"{name} holds {x.dtype}, not real numbers")
     if x.dtype.kind == "f" and not np.isfinite(x.sum()):  # quicker than a look at each; a sum may overflow
         finite = np.isfinite(x)
         if not finite.all():

@@ -86,6 +86,28 @@ def test_files_are_joined_filtered_and_converted(tmp_path, capsys):
     assert "--obs 'float32[3]' --actions '4', perhaps" in capsys.readouterr().err
 
 
+def test_what_cannot_be_done_together_is_refused(tmp_path, capsys):
+    ours = str(write("ours", tmp_path / "a"))
+    out, plot, run = (["--out", str(tmp_path / "b")], ["--plot", str(tmp_path / "a.png")], ["--evaluate", "run"])
+    for words in ([*out, *plot], [*out, *run], [*plot, *run]):
+        assert main(["data", ours, *words]) == 2
+        assert "--out, --evaluate and --plot are three things to do" in capsys.readouterr().err
+    assert main(["data", ours, *run, "--filter", "return > 1"]) == 2
+    assert "--filter writes other files" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_opened_are_broken_ones(tmp_path, capsys):
+    ours = write("ours", tmp_path / "a")
+    (ours / "x.npz").write_bytes(b"PK\x03\x04 and nothing else")
+    assert main(["data", str(ours)]) == 1
+    out = capsys.readouterr().out
+    assert "4, 14 steps, 1 to 6 each" in out
+    assert "x.npz cannot be read as npz" in out
+    assert main(["data", str(ours), "--out", str(tmp_path / "b")]) == 2
+    assert main(["data", str(ours), "--out", str(tmp_path / "b"), "--skip-broken"]) == 0
+    assert "4 of 4 episodes written" in capsys.readouterr().out
+
+
 def test_ours_become_minari_and_minari_ours(tmp_path):
     pytest.importorskip("h5py")
     ours = write("ours", tmp_path / "a")

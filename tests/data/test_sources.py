@@ -380,6 +380,106 @@ def test_links_out_of_an_hdf5_file_are_not_followed(tmp_path):
         open_data(tmp_path / "b.hdf5")
 
 
+def minari(folder, **more):
+    """A data set whose HDF5 file has something else, too, by name: a link, or columns."""
+    h5py = pytest.importorskip("h5py")
+    path = write("minari", folder) / "data" / "main_data.hdf5"
+    with h5py.File(path, "a") as f:
+        for name, x in more.items():
+            f[name] = x
+    return folder
+
+
+def test_groups_of_minari_that_are_links_are_not_followed_either(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    os.mkfifo(tmp_path / "pipe")  # who opens it waits for ever
+    other = minari(tmp_path / "other") / "data" / "main_data.hdf5"
+    for name, to in (("linked", str(other)), ("waits", str(tmp_path / "pipe"))):
+        data = open_data(minari(tmp_path / name, episode_4=h5py.ExternalLink(to, "episode_0")))
+        with pytest.raises(DataError, match="episode_4 is a link to elsewhere"):
+            _ = data[4]
+    with pytest.raises(DataError, match="episode_4 is no group"):
+        _ = open_data(minari(tmp_path / "array", episode_4=np.zeros(3)))[4]
+
+
+def test_a_file_that_is_there_for_its_size_is_not_read(tmp_path):
+    """Rows that are declared and not stored, and a few rows in a part that is many times as large."""
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "rows.hdf5", "w") as f:
+        for name, kind in (("observations", "f4"), ("actions", "i8"), ("rewards", "f4"), ("terminals", "?")):
+            f.create_dataset(name, (1 << 40,), kind, chunks=(1024,))
+    with h5py.File(tmp_path / "part.hdf5", "w") as f:
+        for name, x in joined(EPISODES).items():
+            if name == "observations":
+                f.create_dataset(name, x.shape, x.dtype, maxshape=(None, 3), chunks=(1 << 28, 3))
+            else:
+                f[name] = x
+    for name in ("rows", "part"):
+        with pytest.raises(DataError, match=rf"{name}\.hdf5: .*they only fill the memory"):
+            open_data(tmp_path / f"{name}.hdf5")
+    with open(minari(tmp_path / "m") / "data" / "metadata.json", "wb") as f:
+        f.truncate(1 << 34)
+    with pytest.raises(DataError, match=r"metadata\.json has 17,179,869,184 bytes"):
+        open_data(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"next_observations": np.zeros((14, 2))}, "rows of obs are"),
+        ({"rewards": np.zeros((14, 2))}, "reward is a number for each step"),
+        ({"observations": np.zeros((14, 3), complex)}, r"episode 0 \(from row 0\): obs holds complex128, not real"),
+        ({"actions": np.zeros(14, "V0")}, r"episode 0 \(from row 0\) cannot be read"),
+        ({"terminals": np.zeros(14, [("a", "f4")])}, "terminated is 0 or 1 for each step"),
+    ],
+)
+def test_columns_that_cannot_be_are_told_in_one_line(more, message, tmp_path):
+    columns = {k: v for k, v in joined(EPISODES).items() if k != "timeouts"}
+    np.savez(tmp_path / "a.npz", **columns | more)
+    with pytest.raises(DataError, match=message):
+        _ = open_data(tmp_path / "a.npz", SPEC)[0]
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b'{"policy_batches": {"a": 3}}', "line 1: expected columns, got 3"),
+        (b'{"rewards": [1.0], "terminateds": [[true]]}', "true or false for each row"),
+        (b'{"rewards": [1.0], "terminateds": [0.5]}', "true or false for each row"),
+        (b'{"rewards": [1.0], "terminateds": [true], "infos": "\xff"}', r"episode 0 \(from line 1\) cannot be read"),
+        (
+            b'{"rewards": [1.0], "terminateds": [true], "obs": [[[1]]], "new_obs": [[1]], "actions": [1]}',
+            "the observation after its last step has another shape",
+        ),
+    ],
+)
+def test_lines_that_cannot_be_are_told_in_one_line(sent, message, tmp_path):
+    (tmp_path / "output-1.json").write_bytes(sent + b"\n")
+    with pytest.raises(DataError, match=message):
+        _ = open_data(tmp_path, SPEC)[0]
+
+
+def test_files_that_cannot_be_opened_are_left_out_and_counted(tmp_path):
+    """A pipe, half a file, a pickled array, and one of other spaces; nothing waits."""
+    good = write("ours", tmp_path / "a") / "episodes-00000.episodes"
+    (tmp_path / "a" / "half.episodes").write_bytes(good.read_bytes()[:-9])
+    os.mkfifo(tmp_path / "a" / "pipe.npz")
+    np.savez(tmp_path / "a" / "pickled.npz", obs=np.array([{}], object))
+    write("ours", tmp_path / "b", spec=BOXED)
+    for broken in [*(tmp_path / "a").glob("*p*.npz"), tmp_path / "a" / "half.episodes"]:
+        with pytest.raises(DataError, match=broken.name):
+            open_data(broken)
+    data = open_data([tmp_path / "a", tmp_path / "b"], skip_broken=True)
+    assert [len(e["reward"]) for e in data] == [4, 3, 1, 6]
+    assert sorted(data.broken) == [-4, -3, -2, -1]
+    words = " ".join(data.broken.values())
+    assert all(x in words for x in ("half.episodes", "pipe.npz", "pickled array", "different spaces"))
+    with pytest.raises(DataError):
+        open_data([tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(DataError, match="half"):
+        open_data(tmp_path / "a" / "half.episodes", skip_broken=True)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_file_that_changes_while_it_is_read_is_noticed(form, tmp_path):
     path = write(form, tmp_path / "data")
@@ -401,7 +501,7 @@ def test_what_only_fills_the_memory_is_not_unpacked(tmp_path, monkeypatch):
     assert tree.nbytes(open_data(path)[0]) > 1_000_000
     monkeypatch.setattr("bray.data.files.LARGE_EPISODE", 1_000_000)
     for file in (path, tmp_path / "a.npz"):
-        with pytest.raises(DataError, match=r"bytes that say they are an episode of 1\d{6} are not read"):
+        with pytest.raises(DataError, match=r"bytes that say they are 1\d{6} are not read"):
             _ = open_data(file)[0]
 
 
