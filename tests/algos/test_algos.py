@@ -263,7 +263,6 @@ def test_minibatches_cover_the_rows_once(rows, pieces):
     assert max(sizes) - min(sizes) == (1 if rows > pieces and rows % pieces else 0)
 
 
-@pytest.mark.optimizes
 @pytest.mark.parametrize("record", [True, False])
 def test_every_sequence_is_learnt_in_an_epoch(record):
     """Five sequences in three minibatches: another target of any of them ends in other weights."""

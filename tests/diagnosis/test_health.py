@@ -22,6 +22,7 @@ from bray.rundir import RunDir
 from bray.train.units import dead_share
 
 ON = {"num_envs": 8, "rollout_length": 64, "save_figure": False, "checkpoint_freq": 0}
+FEW = {**ON, "epochs": 2, "minibatches": 8}
 OFF = {"num_envs": 4, "learning_starts": 100, "train_every": 4, "save_figure": False, "checkpoint_freq": 0}
 
 
@@ -78,7 +79,7 @@ def test_a_learning_rate_that_is_too_high(tmp_path, caplog, capsys):
     assert said.partition("(")[0] not in caplog.text  # it was said before
 
 
-@pytest.mark.parametrize(("algo", "config"), [("PPO", {**ON, "minibatches": 16}), ("A2C", ON), ("DQN", OFF)])
+@pytest.mark.parametrize(("algo", "config"), [("PPO", FEW), ("A2C", ON), ("DQN", OFF)])
 def test_rewards_of_ten_thousand(algo, config, caplog, tmp_path):
     rows = trained(algo, "test_health:Big", config, 12, tmp_path / "r")
     assert rows[-1]["health"] == "reward scale"
@@ -199,13 +200,13 @@ class Endless(gym.Env):
 
 def test_games_without_an_end_or_a_reward(caplog, tmp_path, monkeypatch):
     monkeypatch.setattr("bray.diagnosis.symptoms.ENDLESS", 100)
-    rows = trained("PPO", "test_health:Endless", ON, 4, tmp_path / "r")
+    rows = trained("PPO", "test_health:Endless", FEW, 4, tmp_path / "r")
     assert rows[-1]["health"] == "endless episodes"
     assert re.search(r"no episode has ended for [\d,]+ steps\. .*env\.max_episode_steps=1000", caplog.text)
 
     monkeypatch.setattr("bray.diagnosis.symptoms.FLAT_STEPS", 3_000)
     monkeypatch.setattr("bray.diagnosis.symptoms.FLAT_ROWS", 12)
-    rows = trained("PPO", "test_health:Endless", {**ON, "max_episode_steps": 20}, 13, tmp_path / "s")
+    rows = trained("PPO", "test_health:Endless", {**FEW, "max_episode_steps": 20}, 13, tmp_path / "s")
     assert rows[-1]["health"] == "no gradients, flat return"
     assert "the gradient is exactly 0: nothing is learnt" in caplog.text
     assert "no reward was ever seen in " in caplog.text
@@ -365,7 +366,7 @@ def test_counting_dead_units_leaves_a_network_as_it_was():
 @pytest.mark.parametrize("config", [{}, {"use_lstm": True, "lstm_cell_size": 8, "rollout_length": 8}])
 def test_dead_units_of_a_run_with_memory(config, tmp_path):
     rows = trained(
-        "PPO", "CartPole-v1", {**ON, **config, "fcnet_activation": "relu", "fcnet_hiddens": [16]}, 5, tmp_path / "r"
+        "PPO", "CartPole-v1", {**FEW, **config, "fcnet_activation": "relu", "fcnet_hiddens": [16]}, 5, tmp_path / "r"
     )
     assert 0.0 <= rows[-1]["health/dead_units"] < 0.5
 

@@ -215,11 +215,12 @@ def test_a_state_that_wrappers_take_away_is_told():
 
 
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
-    """Every python block of docs/agents.md, one after the other."""
+    """Every python block of docs/agents.md, one after the other; PPO passes once over each rollout."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "page"}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
-        exec(block, names)
+        block = block.replace('{"run": "PPO"}', '{"run": "PPO", "config": {"epochs": 1}}')
+        exec(block.replace("rollout_length=32)", "rollout_length=32, epochs=1)"), names)
     row = json.loads((names["exp"].path / "result.jsonl").read_text().splitlines()[-1])
     assert row["env_steps_total"] >= 1000
     assert row["loss/td_error"] is not None

@@ -82,7 +82,7 @@ def test_agents_explore_by_noise_that_is_trained_and_greedy_ones_have_none(run):
     assert len(set(actions(run.actors["actor2"].port, 5))) == 1  # weights do not change in between: 100 rows come first
     obs = np.array(OBS, np.float32)
     np.testing.assert_array_equal(model(obs)["q"], model(obs)["q"])
-    played = games.Games(games.Signs, run.actors["actor1"].port, 1500)
+    played = games.Games(games.Signs, run.actors["actor1"].port, 700)
     assert played.over.wait(300)
     played.close()
     assert not played.trouble

@@ -168,7 +168,8 @@ def test_a_tutorials_qnet_is_trained_by_dqn_on_the_command_line(tmp_path):
 def test_a_network_of_the_users_script_is_found_by_that_script_alone(tmp_path, caplog, capsys, monkeypatch):
     net = type("ScriptNet", (Net,), {"__module__": "__main__"})
     path = tmp_path / "run"
-    exp = bray.Experiment("PPO", "CartPole-v1", custom_model=net, path=path, **{**SMALL, "export_graph_after_s": 0.0})
+    small = {**SMALL, "epochs": 1, "export_graph_after_s": 0.0}
+    exp = bray.Experiment("PPO", "CartPole-v1", custom_model=net, path=path, **small)
     for steps in (1, 2):  # the second call continues the run and must not warn again
         list(exp.train({"training_iteration": steps}))
     exp.close()
@@ -325,8 +326,8 @@ def test_a_sequence_is_its_steps(model):
 
 
 def test_a_custom_recurrent_model_is_trained_resumed_and_asked(tmp_path):
-    whole, row = train("PPO", "CartPole-v1", Lstm, tmp_path / "whole", iterations=4, max_seq_len=8)
-    train("PPO", "CartPole-v1", Lstm, tmp_path / "half", iterations=2, max_seq_len=8)
+    whole, row = train("PPO", "CartPole-v1", Lstm, tmp_path / "whole", iterations=4, max_seq_len=8, epochs=2)
+    train("PPO", "CartPole-v1", Lstm, tmp_path / "half", iterations=2, max_seq_len=8, epochs=2)
     resumed = bray.Experiment.resume(tmp_path / "half", trust=True)
     again = list(islice(resumed.train(), 2))[-1]
     resumed.close()

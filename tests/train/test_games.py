@@ -36,7 +36,7 @@ def same_weights(a, b):
 
 def test_two_policies_play_one_game_and_go_on_exactly(tmp_path):
     with bray.Experiment(env=Nim, num_envs=4, path=tmp_path / "whole", **AGAINST) as exp:
-        row = exp.fit({"env_steps_total": 1400}, progress=False)
+        row = exp.fit({"env_steps_total": 1000}, progress=False)
         whole = weights_of(exp)
     assert row["agent/first/return_mean"] == -row["agent/second/return_mean"] == row["side/one/episode_return_mean"]
     assert row["episode_return_mean"] == 0.0  # what one wins the other loses
@@ -45,12 +45,12 @@ def test_two_policies_play_one_game_and_go_on_exactly(tmp_path):
     assert row["side/one/learner_steps_total"] > 0
     iteration = bray.Experiment(env=Nim, num_envs=4, path=tmp_path / "parts", iteration_steps=200, **AGAINST)
     with iteration as exp:
-        for row in exp.train({"env_steps_total": 1400}):
-            if row["env_steps_total"] > 500:
+        for row in exp.train({"env_steps_total": 1000}):
+            if row["env_steps_total"] > 300:
                 break
     with bray.Experiment.resume(tmp_path / "parts") as exp:
         assert exp.exact
-        exp.fit({"env_steps_total": 1400}, progress=False)
+        exp.fit({"env_steps_total": 1000}, progress=False)
         parts = weights_of(exp)
     assert same_weights(whole, parts)
 
@@ -325,7 +325,7 @@ def test_an_encoder_of_two_policies_is_one_and_its_owner_alone_trains_it(tmp_pat
         assert not list(mine.parameters())
         assert sum(p.numel() for p in two.learner.optimizer.params) == sum(p.numel() for p in two.model.parameters())
         before = weights_of(exp)
-        for row in exp.train({"env_steps_total": 1400}):
+        for row in exp.train({"env_steps_total": 1000}):
             assert row  # each forward below is a recording of before
         whole = weights_of(exp)
         obs = {"obs": np.eye(13, dtype=np.float32)[1:9], "action_mask": np.ones((8, 3), np.int8)}
@@ -340,12 +340,12 @@ def test_an_encoder_of_two_policies_is_one_and_its_owner_alone_trains_it(tmp_pat
     assert any(not np.array_equal(before["two"][k], whole["two"][k]) for k in encoder)
     assert any(not np.array_equal(before["two"][k], whole["two"][k]) for k in whole["two"] if k not in encoder)
     with bray.Experiment(path=tmp_path / "parts", **made) as exp:
-        for row in exp.train({"env_steps_total": 1400}):
-            if row["env_steps_total"] > 500:
+        for row in exp.train({"env_steps_total": 1000}):
+            if row["env_steps_total"] > 300:
                 break
     with bray.Experiment.resume(tmp_path / "parts") as exp:
         assert exp.exact
-        exp.fit({"env_steps_total": 1400}, progress=False)
+        exp.fit({"env_steps_total": 1000}, progress=False)
         assert same_weights(whole, weights_of(exp))
     with bray.Experiment.load(tmp_path / "parts" / "models" / "two") as alone:  # it needs no other policy to play
         left = {"obs": np.eye(13, dtype=np.float32)[12], "action_mask": np.ones(3, np.int8)}
