@@ -190,6 +190,14 @@ def _what_stays_is_not_collected() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _the_disk_is_not_waited_for() -> Iterator[None]:
+    """A process that is killed loses nothing that it has written, and no test takes a machine's power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _exports_are_timed_briefly() -> Iterator[None]:
     """Each `bray export` computes for a second to say how fast its graphs are, which tests do not look at."""
     from bray.inference import verify

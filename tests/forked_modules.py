@@ -4,6 +4,7 @@ import functools
 import importlib
 import io
 import logging
+import os
 import pkgutil
 import warnings
 
@@ -19,6 +20,7 @@ import bray.cli
 import bray.envs._kernels
 import tests.forked  # noqa: F401
 
+os.fsync = lambda fd: None  # as in `conftest.py`
 for package in (bray.cli, bray.algos):  # each command imports what it needs when it runs
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
