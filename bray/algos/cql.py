@@ -41,7 +41,8 @@ class Config(sac.Config):
     samples: Count = 10
     """Actions drawn of each kind: any, the policy's, the policy's at the next observation."""
     soft_backup: bool = False
-    """Count the entropy of the next observation in its value, as SAC does."""
+    """The value of the next observation is that of a drawn action and of its entropy, as SAC's; false = of the policy's
+    mean."""
 
 
 class Learner(sac.Learner):
@@ -61,12 +62,11 @@ class Learner(sac.Learner):
         return super().columns(batch) | drawn | {"samples": self.rng.standard_normal((2, *size), np.float32)}
 
     def values(self, batch: dict[str, Any], draws: Any) -> tuple[Tensor, Tensor]:
+        if self.config.soft_backup:
+            return super().values(batch, draws)
         with torch.no_grad():
-            dist = self.model(batch["next_obs"], *draws)["dist"]
-            next_action, next_logp = squashed_sample(dist, batch["next_noise"])
-            q_next = self.target(batch["next_obs"], next_action).amin(0)
-            if self.config.soft_backup:
-                q_next = q_next - self.log_alpha.exp() * next_logp
+            mean, _ = self.model(batch["next_obs"], *draws)["dist"].chunk(2, -1)
+            q_next = self.target(batch["next_obs"], torch.tanh(mean)).amin(0)
         return self.critic(batch["obs"], batch["action"]), q_next
 
     def critic_loss(self, batch: dict[str, Any], q: Tensor, td_error: Tensor, draws: Any) -> dict[str, Tensor]:

@@ -272,7 +272,7 @@ def test_cql_holds_down_what_is_drawn_and_not_in_the_data(soft):
         for action, logp in actions:
             worth += np.exp(ask(learner.critic, batch["obs"], action) - logp) / 12
     q = ask(learner.critic, batch["obs"], batch["action"])
-    next_action, next_logp = sample(batch["next_obs"], columns["next_noise"])
+    next_action, next_logp = sample(batch["next_obs"], columns["next_noise"] if soft else np.zeros((B, 2)))
     q_next = ask(learner.target.module, batch["next_obs"], next_action).min(0)
     q_next -= learner.log_alpha.exp().item() * next_logp if soft else 0.0
     error = q - (batch["reward"] + batch["discount"] * q_next)
