@@ -10,7 +10,7 @@ import numpy as np
 
 from bray.cli.options import Data
 from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, trusting
-from bray.data.files import Episode, EpisodeWriter
+from bray.data.files import SUFFIX, Episode, EpisodeReader, EpisodeWriter
 from bray.data.sources import DataSet, given_spec, guess, open_data, shown
 from bray.data.summary import Coverage, Summary, parse_filter, summarise
 from bray.errors import ConfigError, DataError
@@ -129,6 +129,8 @@ def _plot(summary: Summary, out: Path) -> None:
 def _write(found: DataSet, options: Data, keeps: Any) -> int:
     """The episodes that can be read and that the filter keeps, in the form that is asked for."""
     assert options.out is not None
+    if any(options.out.glob(f"*{SUFFIX}")):
+        raise ConfigError(f"{options.out} holds episodes already: choose another directory")
     if found.spec is None:
         obs, actions = guess(found[0])
         raise ConfigError(
@@ -157,6 +159,9 @@ def write_as(form: str, out: Path, episodes: Iterator[Episode], spec: EnvSpec, p
 
         writer: Any = MinariWriter(out, spec)
     else:
+        there = EpisodeReader(out).spec if any(out.glob(f"*{SUFFIX}")) else None
+        if there is not None and (there.observation, there.action) != (spec.observation, spec.action):
+            raise ConfigError(f"{out} holds episodes of other spaces already: choose another directory")
         writer = EpisodeWriter(out / "episodes", per_file)
     with writer:
         for episode in episodes:

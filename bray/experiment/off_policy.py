@@ -28,7 +28,7 @@ def estimate(
     if lacks := sum("logp" not in episode for episode in episodes):
         raise DataError(
             f"{lacks:,} of {len(episodes):,} episodes have no column logp, the log probability of each action for who "
-            "played: `bray collect --act sample` or `--noise 0.1` writes it"
+            "played: `bray collect --act sample` or, as for DQN, `--noise 0.1` writes it"
         )
     obs = tree.concat([e["obs"] for e in episodes])
     start = served.spec.action.start[0] if served.spec.action.start else 0

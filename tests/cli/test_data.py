@@ -80,6 +80,8 @@ def test_files_are_joined_filtered_and_converted(tmp_path, capsys):
     assert again.spec.action == SPEC.action
     assert again.steps.tolist() == [4, 3, 4, 3]
     np.testing.assert_array_equal(again[3]["obs"], EPISODES[1]["obs"])
+    assert main([*words, "--filter", "length >= 3"]) == 2  # it would be there twice
+    assert "c holds episodes already: choose another directory" in capsys.readouterr().err
     assert main(["data", str(tmp_path / "c"), "--filter", "length > 3"]) == 2
     assert "say where with --out" in capsys.readouterr().err
     assert main(["data", str(tmp_path / "b.npz"), "--out", str(tmp_path / "d")]) == 2
@@ -163,6 +165,13 @@ def test_noise_changes_the_share_of_choices_that_was_asked_for(run, tmp_path):
     for e in data:  # what was done is what was rewarded
         right = np.array([2, 0, 1, 2])[e["obs"][:-1].argmax(1)]
         np.testing.assert_array_equal(e["reward"], e["action"] == right)
+
+
+def test_episodes_of_two_games_are_not_collected_to_one_directory(run, tmp_path, capsys):
+    folder = str(write("ours", tmp_path / "a"))
+    assert main(["collect", str(run), "--episodes", "1", "--out", folder]) == 2
+    assert "holds episodes of other spaces already: choose another directory" in capsys.readouterr().err
+    assert open_data(folder).spec.observation == SPEC.observation
 
 
 def test_draws_keep_their_log_probability(run, tmp_path):
