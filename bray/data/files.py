@@ -160,10 +160,12 @@ class EpisodeReader(Sequence[Episode]):
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(len(self)))]
         file, offset, size, raw = self._entries[i]
-        with open(file.path, "rb") as f:
-            f.seek(offset)
-            block = f.read(size)
-        file.check()
+        try:
+            with open(file.path, "rb") as f:
+                f.seek(offset)
+                block = f.read(size)
+        finally:  # who removed or shortened it is told of that first
+            file.check()
         try:
             return _read_block(block, raw, int(self.steps[i]))
         except (zstandard.ZstdError, DataError, MemoryError) as e:

@@ -491,6 +491,9 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(form, tmp_path):
     os.utime(file, ns=(1, 1))
     with pytest.raises(DataError, match=f"{file.name} changed while it was read"):
         _ = data[1]
+    file.unlink()
+    with pytest.raises(DataError, match=f"{file.name} cannot be read"):
+        _ = data[1]
 
 
 def test_what_only_fills_the_memory_is_not_unpacked(tmp_path, monkeypatch):
