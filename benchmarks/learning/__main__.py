@@ -502,9 +502,12 @@ game of three players with it came no nearer than 0.116 to the equilibrium of `z
 plays now. Where a row says `data`, it learns from files that `python -m benchmarks.learning.demos` makes, and steps
 are gradient steps; with a `share`, it plays too, and steps are those of the environment. DQfD and SQIL with one
 demonstration were tried on seeds 100 to 102, DAgger and DT once on seed 100. DQfD with ten had 465, 282 and 282 with
-the defaults before, GAIL 500, 173 and 500 with a rate that did not fall. DQfD and SQIL, with ten demonstrations and
-DQfD with one, and DQN from files to play are shown on seeds 10 to 12, which nothing was chosen on (on seeds 0 to 2, and
-those with ten on 3 to 5 too, they passed as well, but for DQN: "From data on"). DT's score is the rank correlation of
+the defaults before. GAIL had 500, 173 and 500 with a rate that did not fall, and 500, 319 and 500 on seeds 10 to 12
+with one that fell from 3e-4; it was tuned on seeds 100 to 105 then and is shown on seeds 13 to 15. SQIL with one
+demonstration had 8,000, 20,000 without reaching it and 8,000 on seeds 10 to 12 with alpha=0.1; alpha=0.03 was chosen on
+seeds 100 to 105 and run on the same three once.
+DQfD, SQIL with ten demonstrations and DQN from files to play are shown on seeds 10 to 12 too, which nothing was chosen
+on (on seeds 0 to 2 they passed as well, but for DQN: "From data on"). DT's score is the rank correlation of
 five returns with the mean returns of 16 episodes each that were asked for them (`asked.py`). What is learnt from early
 play was run on seeds 0 to 2 before, where CQL had peaked at 249 to 304 after 4,000 steps and stood at 152 to 175 after
 10,000; after a look at that the cases on CartPole got 5,000 steps and Pendulum's target became -750, and rows of seeds
