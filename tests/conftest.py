@@ -131,8 +131,8 @@ def _drawn_and_timed() -> tuple[Any, Any]:
     return bray.figures.learning_curve, bray.train.settle.time_step
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """What most tests do without, said before fixtures of any scope train.
 
     A picture at the end of every small training was a twentieth of all tests; those that look at one are marked
@@ -148,7 +148,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marked = {mark.name for mark in item.iter_markers()}
     bray.figures.learning_curve = draw if "draws" in marked else lambda run_dirs, out, *_: out
     bray.train.settle.time_step = time_step if "times" in marked else lambda build: None
-    torch._C._set_graph_executor_optimize("optimizes" in marked)
+    with torch.jit.optimized_execution("optimizes" in marked):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -168,16 +169,11 @@ def _each_rollout_is_an_iteration() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _operators_are_read_once() -> Iterator[None]:
-    """PyTorch's exporter parses the sources of 500 functions and asks for all operators anew for every graph, which is
-    more than half of an export."""
-    from torch.export import exported_program
+    """PyTorch's exporter parses the sources of 500 functions anew for every graph, which is half of an export."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    operators = functools.cache(exported_program._collect_all_valid_cia_ops)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
-        patch.setattr(exported_program, "_collect_all_valid_cia_ops", operators)
-        patch.setattr("torch.export.decomp_utils._collect_all_valid_cia_ops", operators)
         yield
 
 
