@@ -43,9 +43,9 @@ demo: $(DEMO_STAMP)
 
 # Types are checked beside the tests, which often wait; what is wrong with them is printed at the end.
 test: setup system lint
-	@mkdir -p build; $(BIN)/mypy > build/types.txt 2>&1 & \
+	@mkdir -p build; $(BIN)/mypy > build/types.txt 2>&1 & mypy=$$!; \
 	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile; tests=$$?; \
-	wait %1; types=$$?; cat build/types.txt; exit $$((tests | types))
+	wait $$mypy; types=$$?; cat build/types.txt; exit $$((tests | types))
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 1

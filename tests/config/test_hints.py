@@ -219,6 +219,7 @@ WITHOUT_RANGE = {
     "SAC.target_entropy": "any number is an entropy",
     "CrossQ.target_entropy": "any number is an entropy",
     "CQL.target_entropy": "any number is an entropy",
+    "CQL.cql_gap": "any difference of values",
     "SQIL.target_entropy": "any number is an entropy",
     "C51.v_min": "any return; below v_max, checked by the Config",
     "C51.v_max": "any return; above v_min, checked by the Config",

@@ -598,7 +598,7 @@ def test_frames_are_not_stacked_beyond_the_largest_episode(tmp_path, monkeypatch
     episode = {"obs": np.moveaxis(frames, -1, 1), "action": flat, "reward": flat, "terminated": flat, "truncated": flat}
     (file,) = write_episodes(tmp_path / "x", [episode])
     monkeypatch.setattr("bray.data.files.MAX_EPISODE", EpisodeReader(file).sizes[0])
-    with pytest.raises(DataError, match=r"damaged episode.*each 8 times"):
+    with pytest.raises(DataError, match=r"damaged episode.*32000 bytes; the most is"):
         EpisodeReader(file)[0]
     with pytest.raises(DataError, match="Write it in parts"):
         write_episodes(tmp_path / "y", [episode])
