@@ -33,7 +33,7 @@ from bray.spec import EnvSpec
 from bray.train.acting import acting_engine, initial_state
 from bray.train.central import CentralServer
 from bray.train.config import RunConfig
-from bray.train.device import is_picture, resolve_device, tune, use_threads
+from bray.train.device import is_picture, keep_freed_memory, resolve_device, tune, use_threads
 from bray.train.driver import Driver
 from bray.train.evaluate import evaluate_model
 from bray.train.exchange import ExchangeSource
@@ -78,6 +78,7 @@ def make_side(
     Model whose encoder this one has, too."""
     device = resolve_device(run.device) if model is None else next(model.parameters()).device
     tune(device, wait_asleep=run.workers > 0)  # workers need the cores
+    keep_freed_memory()
     use_threads(run.threads if isinstance(run.threads, int) else max(1, threads_for(spec, device) // run.num_learners))
     with seeded(run.seed) if model is None else nullcontext():
         policy = make_policy(algo, config, spec)

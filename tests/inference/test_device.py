@@ -1,9 +1,14 @@
 """How a process computes: threads, and numbers that are too small to be normal ones."""
 
+import platform
+import resource
+
+import numpy as np
+import pytest
 import torch
 
 import bray
-from bray.train.device import tiny_as_zero
+from bray.train.device import keep_freed_memory, tiny_as_zero
 
 
 def tiny() -> float:
@@ -43,3 +48,16 @@ def test_an_update_takes_tiny_numbers_as_zero_and_acting_does_not(tmp_path):
     exp.close()
     assert seen["update"] == 0.0
     assert seen["act"] > 0.0
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such settings")
+def test_a_process_that_learns_keeps_what_it_frees():
+    keep_freed_memory()
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        arrays = [np.ones(4_000_000, np.float32) for _ in range(5)]  # of 3,900 pages each
+        assert all(x[-1] == 1.0 for x in arrays)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert min(faults() for _ in range(10)) < 1_000
