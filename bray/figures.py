@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bray.errors import CheckpointError, ConfigError, DataError
-from bray.metrics.rows import ENV_STEPS, RATING, RATING_CI, side_key
+from bray.metrics.rows import ENV_STEPS, GRADIENT_STEPS, RATING, RATING_CI, from_files, side_key
 from bray.rundir import write_atomic
 from bray.rundir.reader import read_plain
 
@@ -26,9 +26,6 @@ TRAIN = "episode_return_mean"
 EVAL = "eval/return_mean"
 EVAL_CI = "eval/return_ci95"
 EVAL_STEPS = "eval/env_steps"
-GRADIENT_STEPS = "learner_steps_total"
-OF_FILES = "data/episodes"
-"""Only in rows of runs that learn from files."""
 _COLORS = ("#2f6fb5", "#d9722e", "#3a9a5b", "#b5403f", "#7a5aa8", "#8a6a4f", "#c46aa5", "#5b6770")
 _SIZE = (8, 4.8)
 _PALE = {"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6}  # behind text among lines
@@ -91,11 +88,6 @@ def mean_and_std(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.nd
     grid = np.linspace(low, high, _POINTS if low < high else 1 if low == high else 0)
     ys = np.stack([np.interp(grid, x, y) for x, y in curves])
     return grid, ys.mean(0), ys.std(0)
-
-
-def from_files(row: Mapping[str, Any]) -> bool:
-    """Whether a run learns from files alone: it takes no steps, and its curve is over gradient steps."""
-    return OF_FILES in row and not row.get("episodes_total")
 
 
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -36,6 +36,7 @@ from benchmarks.learning.equilibria import minus_distance, minus_distance_of_ave
 from bray import figures
 from bray.config.runfile import preset, settings
 from bray.experiment import Experiment
+from bray.metrics.rows import ENV_STEPS, GRADIENT_STEPS, OF_FILES, from_files
 from bray.metrics.stats import summary
 
 HERE = Path(__file__).parent
@@ -75,7 +76,7 @@ class Case:
     @property
     def counts(self) -> str:
         """The key of result rows that `limit` is of."""
-        return figures.GRADIENT_STEPS if self.from_files else figures.ENV_STEPS
+        return GRADIENT_STEPS if self.from_files else ENV_STEPS
 
 
 TWO_STEP = "bray.envs.agent_games:TwoStep"
@@ -411,9 +412,9 @@ def record_curves(runs: dict[int, Path], out: Path) -> None:
             every = max(1, len(rows) // 200)
             for i, row in enumerate(rows):
                 if i % every == 0 or figures.EVAL in row or i == len(rows) - 1:
-                    keys = [figures.ENV_STEPS, figures.TRAIN, figures.EVAL]
-                    if figures.from_files(row):
-                        keys += [figures.GRADIENT_STEPS, figures.OF_FILES]
+                    keys = [ENV_STEPS, figures.TRAIN, figures.EVAL]
+                    if from_files(row):
+                        keys += [GRADIENT_STEPS, OF_FILES]
                     file.write(json.dumps({"seed": seed, **{k: row[k] for k in keys if k in row}}) + "\n")
 
 

@@ -78,7 +78,7 @@ def play_into(port: int) -> list[float]:
 def clone(files: Path, seed: int, path: Path) -> float:
     """The mean return of a policy that was cloned."""
     with Experiment("BC", GAME, data=files, path=path, seed=seed, config=CLONED) as exp:
-        exp.fit({figures.GRADIENT_STEPS: GRADIENT_STEPS}, progress=False)
+        exp.fit({"learner_steps_total": GRADIENT_STEPS}, progress=False)
         return float(exp.evaluate()["eval/return_mean"])
 
 

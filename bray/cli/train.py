@@ -313,7 +313,8 @@ def _head(exp: Experiment, options: Train) -> None:
 def _ended(exp: Experiment, reached: dict[str, float], signals: Signals, went_on: bool) -> None:
     """Why it ended."""
     row, stop = exp.last_row or {}, exp.config["run"].stop
-    spent = f"{short(row.get('env_steps_total') or 0)} steps, {duration(row.get('time_total_s') or 0.0)}"
+    key, what = ("learner_steps_total", "gradient steps") if exp.from_files else ("env_steps_total", "steps")
+    spent = f"{short(row.get(key) or 0)} {what}, {duration(row.get('time_total_s') or 0.0)}"
     if reached:
         what = " and ".join(f"{k} {short(v)}" for k, v in reached.items())
         aims = [k for k in stop if "return" in k]

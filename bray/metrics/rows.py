@@ -16,7 +16,10 @@ from bray.rundir.files import plain
 ITERATION = "training_iteration"
 """The key that numbers the rows of a run."""
 ENV_STEPS = "env_steps_total"
-"""The key that is the x axis of every curve."""
+"""The key that is the x axis of a curve, where something is played."""
+GRADIENT_STEPS = "learner_steps_total"
+OF_FILES = "data/episodes"
+"""Only in rows of runs that learn from files."""
 NAN_METRICS = "nan_metrics"
 HEALTH = "health"
 """The key that names what has looked wrong so far; rows of a run that looks sound do not have it."""
@@ -37,6 +40,11 @@ def side_key(side: str, key: str) -> str:
 def without_side(key: str) -> str:
     """What a key is in a run with one policy."""
     return key.split("/", 2)[-1] if key.startswith(SIDE) else key
+
+
+def from_files(row: Mapping[str, Any]) -> bool:
+    """Whether a run learns from files alone: it plays nothing, and its curve is over gradient steps."""
+    return OF_FILES in row and not row.get("episodes_total")
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from bray.metrics.rows import (
     ENV_STEPS,
+    GRADIENT_STEPS,
     HEALTH,
     ITERATION,
     NAN_METRICS,
@@ -18,6 +19,7 @@ from bray.metrics.rows import (
     SIDE,
     Row,
     flatten_row,
+    from_files,
 )
 
 _NOTEBOOK_S = 0.5  # between two pictures of the table in a notebook
@@ -66,6 +68,7 @@ class TerminalSink:
         self.title, self.stop, self.every, self._clock = title, dict(stop or {}), every, clock
         self._first: dict[str, float] = {}
         self._last: Row | None = None
+        self._rate: float | None = None
         self._shown: Row | None = None
         self._at = -math.inf
         self._live: Any = None
@@ -85,7 +88,7 @@ class TerminalSink:
 
     def write(self, row: Row) -> None:
         row = flatten_row(row)
-        self._last, now = row, self._clock()
+        self._rate, self._last, now = self._speed(row), row, self._clock()
         ended = row.get("episodes_this_iter", 1) > 0
         self._ended = (0, row.get(ENV_STEPS)) if ended else (self._ended[0] + 1, self._ended[1])
         fraction = self.progress(row)
@@ -119,9 +122,14 @@ class TerminalSink:
             self._cell.update(html)
 
     def _text(self, row: Row, fraction: float | None) -> str:
-        parts = [f"iter {short(row.get(ITERATION))}", f"steps {short(row.get(ENV_STEPS))}"]
-        if row.get("env_steps_per_second") is not None:
-            parts.append(f"{short(round(row['env_steps_per_second']))}/s")
+        steps = (
+            f"gradient steps {short(row.get(GRADIENT_STEPS))}"
+            if from_files(row)
+            else f"steps {short(row.get(ENV_STEPS))}"
+        )
+        parts = [f"iter {short(row.get(ITERATION))}", steps]
+        if self._rate is not None:
+            parts.append(f"{short(round(self._rate))}/s")
         if row.get("episode_return_mean") is None:
             parts.append(_no_return(row))
         else:
@@ -137,6 +145,14 @@ class TerminalSink:
         if row.get(HEALTH):
             parts.append(f"LOOKS WRONG: {row[HEALTH]}")
         return "  ".join(parts)
+
+    def _speed(self, row: Row) -> float | None:
+        """What it does in a second: steps of the environment, or gradient steps where it learns from files alone."""
+        if not from_files(row):
+            return row.get("env_steps_per_second")
+        before, now = (None if r is None else r.get(GRADIENT_STEPS) for r in (self._last, row))
+        seconds = row.get("time_this_iter_s")
+        return (now - before) / seconds if seconds and now is not None and before is not None else None
 
     def _stale(self) -> str:
         """After a return that is an old one: no episode has ended for a while."""
@@ -159,13 +175,15 @@ class TerminalSink:
             returned = _no_return(row)
         elif None not in ranged:
             returned += f"  ({short(ranged[0])} … {short(ranged[1])}){self._stale()}"
-        speed = row.get("env_steps_per_second")
+        of_files = from_files(row)
         cells = [
             ("iteration", short(row.get(ITERATION))),
             ("return", returned),
-            ("env steps", short(row.get(ENV_STEPS))),
+            ("gradient steps", short(row.get(GRADIENT_STEPS)))
+            if of_files
+            else ("env steps", short(row.get(ENV_STEPS))),
             ("episode length", short(row.get("episode_length_mean"))),
-            ("steps/s", short(None if speed is None else round(speed))),
+            ("steps/s", short(None if self._rate is None else round(self._rate))),
             ("time", duration(row.get("time_total_s") or 0.0)),
             *((k, short(v)) for k, v in _main(row)),
         ]

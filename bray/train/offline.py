@@ -148,6 +148,8 @@ def open_files(data: DataConfig, env: EnvConfig, spec: EnvSpec | None = None) ->
             f"{data.files} does not say what observations and actions are (spec.json or metadata.json beside the files "
             f"would): name the environment with --env, or the spaces, such as --obs '{obs}' --actions '{actions}'"
         )
+    if len(files):
+        files.read(0)  # files of another game are refused before anything is written
     return files
 
 

@@ -378,6 +378,26 @@ def test_plain_line_shows_returns_losses_time_and_nan():
     )
 
 
+def test_what_learns_from_files_alone_counts_gradient_steps():
+    plain, table = plain_console(), Console(file=io.StringIO(), force_terminal=True, width=120, height=30)
+    sinks = [TerminalSink(console=x, clock=iter(range(0, 90, 10)).__next__) for x in (plain, table)]
+    for steps in (0, 100, 300):
+        row = {"training_iteration": 1 + steps // 100, "env_steps_total": 20_000, "env_steps_per_second": 1e8}
+        row |= {"learner_steps_total": steps, "time_this_iter_s": 4.0, "episodes_total": 0, "data/episodes": 5}
+        for sink in sinks:
+            sink.write(row)
+    assert plain.file.getvalue().splitlines() == [
+        "iter 1  gradient steps 0  learns from 5 episodes of files",
+        "iter 2  gradient steps 100  25/s  learns from 5 episodes of files",
+        "iter 4  gradient steps 300  50/s  learns from 5 episodes of files",
+    ]
+    for sink in sinks:
+        sink.close()
+    shown = table.file.getvalue()
+    assert "gradient steps" in shown
+    assert "env steps" not in shown
+
+
 def test_live_table_in_a_terminal():
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=30)
     now = [0.0]

@@ -68,11 +68,12 @@ def test_a_policy_is_learnt_without_an_environment_and_resumed_exactly(files, tm
 def test_a_goal_that_was_not_reached_is_told_with_why_it_ended(files, tmp_path, capsys):
     words = ["train", "--run", "DQN", "--data", str(files), "--project", str(tmp_path), "fcnet_hiddens=[8]"]
     for epochs, steps, said in (
-        (2, 1000, "all 2 epochs of the files are learnt from (data.epochs): ended after 2,400 steps"),
+        (2, 1000, "all 2 epochs of the files are learnt from (data.epochs): ended after 75 gradient steps"),
         (2, 20, "reached learner_steps_total"),
     ):
         assert main([*words, f"data.epochs={epochs}", "--stop", f'{{"learner_steps_total": {steps}}}']) == 0
-        assert said in (out := capsys.readouterr().out)
+        out = capsys.readouterr().out
+        assert said in out
         assert ("the goal was not reached" in out) == (steps == 1000)
 
 
@@ -101,7 +102,7 @@ def test_in_python(files, tmp_path, caplog):
     ("more", "message"),
     [
         ({"run": "PPO"}, "PPO learns from what its newest policy did"),
-        ({"run": "PPO", "env": "CartPole-v1"}, "PPO learns from what its newest policy did"),
+        ({"run": "PPO", "env": ENV}, "PPO learns from what its newest policy did"),
         ({"run": "PG"}, "PG learns from what its newest policy did"),
         ({"run": "ES"}, "ES learns from what its newest policy did"),
         ({"data": "nowhere/*.episodes"}, "found none"),
@@ -113,6 +114,15 @@ def test_in_python(files, tmp_path, caplog):
 def test_what_cannot_work_is_refused(files, tmp_path, more, message):
     with pytest.raises(ConfigError, match=message):
         _ = Experiment(**{"run": "DQN", "data": files, "path": tmp_path / "x", **more}).training
+
+
+def test_files_of_another_game_are_refused_before_anything_is_written(files, tmp_path, capsys):
+    words = ["train", "--run", "DQN", "--data", str(files), "--env", "CartPole-v1", "--project", str(tmp_path / "p")]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert "episode 0: step 4: action 2 is outside of discrete 2" in said.err
+    assert "is saved" not in said.err
+    assert not (tmp_path / "p").exists()
 
 
 def test_files_are_judged_by_evaluation_alone(files, tmp_path, caplog):
