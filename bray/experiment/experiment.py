@@ -181,6 +181,7 @@ class Experiment:
         for name in encoder_owners(self.config["run"].policies):
             if (learner := parts[name].learner) is not None:
                 learner.start_with_model()
+        training.show_weights()
 
     @property
     def training(self) -> LocalTraining | LiveTraining | FileTraining | PolicyTrainings | GameTraining:
@@ -661,7 +662,9 @@ class Experiment:
         that is an error. Returns what was loaded and left."""
         if self.policies:
             raise ConfigError("a run with several policies: say init_from of each in `policies`")
-        return start_with(self.training, path, which, names or {}, partial)
+        report = start_with(self.training, path, which, names or {}, partial)
+        self.training.show_weights()
+        return report
 
     # --- using --------------------------------------------------------------------------------------------------------
 

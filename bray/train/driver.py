@@ -561,6 +561,10 @@ class Driver:
     def start_with(self, weights: Mapping[str, np.ndarray]) -> None:
         self.side.start_with(weights)
 
+    def show_weights(self) -> None:
+        """Weights have come from elsewhere: sources that hold some already, before anything is learnt, get those of
+        now."""
+
     def lost_weights(self, arrays: Mapping[str, Any] | None = None) -> str:
         """Which weights are not finite, in words; empty where all are. `arrays`: of the state, where it is there
         already."""

@@ -337,6 +337,8 @@ class LiveSource(Source):
 
     def publish(self, side: str, weights: Callable[[], Weights], clock: Clock) -> None:
         self._latest.publish(weights, clock)
+        if not clock.version:
+            self._latest.flush()  # what a run begins with is what its first games play with
 
     def _send(self, weights: Weights, clock: Clock) -> Promise:
         if not_finite(weights, self._buffers):
@@ -513,6 +515,9 @@ class LiveTraining(SteadyDriver):
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
         super().set_weights(weights)
+        self.show_weights()
+
+    def show_weights(self) -> None:
         for side in self.sides.values():
             self.source.publish(side.name, side.weights_now, self.clock_of(side))
 

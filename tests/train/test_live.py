@@ -494,6 +494,22 @@ def test_python_games_in_threads_learn_and_versions_grow(tmp_path):
         assert episodes == rows[-1]["episodes_total"]
 
 
+def test_games_play_with_the_weights_that_a_run_starts_with_from_the_first_tick(tmp_path):
+    with experiment(tmp_path / "old", seed=1) as old:
+        old.save()
+        wanted = old.training.weights()
+    for more, name in (({"init_from": str(tmp_path / "old")}, "new"), ({}, "later")):
+        with experiment(tmp_path / name, seed=2, **more) as exp:
+            host = exp.training.source.host
+            if not more:
+                assert any(not np.array_equal(host.get_weights()[0][k], wanted[k]) for k in wanted)
+                exp.init_from(tmp_path / "old")
+            held, step = host.get_weights()
+            assert step == 0
+            assert held.keys() == wanted.keys()
+            assert not [k for k in wanted if not np.array_equal(held[k], wanted[k])]
+
+
 def test_asking_for_the_page_takes_nothing_from_the_rows(tmp_path):
     with experiment(tmp_path / "run", wait_s=5) as exp:
         asked = []
