@@ -18,7 +18,7 @@ from bray import act, distributions, tree
 from bray.act import Clock
 from bray.algos import magnet, rnd, rows
 from bray.algos.base import Update, to_torch
-from bray.config.declare import Amount, AmountSchedule, Count, Positive, RateSchedule, Share
+from bray.config.declare import Amount, AmountSchedule, Count, Needs, Positive, RateSchedule, Share
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.errors import ConfigError
@@ -77,7 +77,7 @@ class Config:
     magnet_coef: AmountSchedule = 0.0
     """Weight of a penalty on KL(pi, magnet), for self-play, which goes in circles without it (Sokota et al. 2023), and
     to keep to demonstrations for a while; a number or a schedule over env steps. 0 = no magnet."""
-    magnet: Literal["uniform", "slow", "start"] = "uniform"
+    magnet: Annotated[Literal["uniform", "slow", "start"], Needs("magnet_coef")] = "uniform"
     """What the policy is drawn to: `uniform`, all legal actions alike (continuous ones: mean 0, deviation 1), `slow`, a
     copy of the policy that follows it, or `start`, the policy of `init_from`."""
     magnet_tau: Annotated[float, Field(gt=0, le=1)] = 0.01

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from bray.cli.options import Data
 from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, trusting
 from bray.data.files import SUFFIX, Episode, EpisodeReader, EpisodeWriter
-from bray.data.sources import DataSet, given_spec, guess, open_data, shown
+from bray.data.sources import DataSet, differing, given_spec, guess, open_data, shown
 from bray.data.summary import Coverage, Summary, parse_filter, summarise
 from bray.errors import ConfigError, DataError
 from bray.metrics import short
@@ -146,22 +147,36 @@ def _write(found: DataSet, options: Data, keeps: Any) -> int:
                 written += 1
                 yield episode
 
-    write_as(options.convert or "bray", options.out, chosen(), found.spec)
+    episodes = chosen()
+    first = next(episodes, None)
+    if first is None:
+        why = f"--filter {options.filter!r} keeps none of {read:,} episodes" if read else "no episode can be read"
+        raise ConfigError(f"{why}: nothing is written")
+    write_as(options.convert or "bray", options.out, chain([first], episodes), found.spec)
     left = f", {len(found.broken):,} broken ones left out" if found.broken else ""
     say(f"{written:,} of {read:,} episodes written to {options.out}{left}")
     return 0
 
 
-def write_as(form: str, out: Path, episodes: Iterator[Episode], spec: EnvSpec, per_file: int = 1000) -> list[Path]:
+def make_place(out: Path, spec: EnvSpec) -> None:
+    """The directory that episodes of these spaces go to: one that can be written to, without episodes of others."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--out {out}: expected a directory that can be written to ({e.strerror})") from None
+    there = EpisodeReader(out).spec if any(out.glob(f"*{SUFFIX}")) else None
+    if there is not None and differing(there, spec):
+        raise ConfigError(f"{out} holds episodes of other spaces already: choose another directory")
+
+
+def write_as(form: str, out: Path, episodes: Iterable[Episode], spec: EnvSpec, per_file: int = 1000) -> list[Path]:
     """Write episodes as our files or as a data set of Minari; returns what was written."""
+    make_place(out, spec)
     if form == "minari":
         from bray.data.hdf5 import MinariWriter
 
         writer: Any = MinariWriter(out, spec)
     else:
-        there = EpisodeReader(out).spec if any(out.glob(f"*{SUFFIX}")) else None
-        if there is not None and (there.observation, there.action) != (spec.observation, spec.action):
-            raise ConfigError(f"{out} holds episodes of other spaces already: choose another directory")
         writer = EpisodeWriter(out / "episodes", per_file)
     with writer:
         for episode in episodes:

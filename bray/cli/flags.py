@@ -142,5 +142,5 @@ def _short_help(option: Option) -> str:
     """The first sentence of the docstring, and the default where that is a word or a number."""
     text = option.doc.partition(". ")[0].partition("; null = ")[0].rstrip(".") + "."
     default = option.default
-    shown = isinstance(default, (int, float, str)) and not isinstance(default, bool)
+    shown = isinstance(default, (int, float, str)) and not isinstance(default, bool) and default != ""
     return f"{text} Default: {default}." if shown else text

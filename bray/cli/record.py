@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from bray.cli.data import make_place
 from bray.cli.options import Record
 from bray.cli.show import log_shown, say
 from bray.data.files import EpisodeWriter
@@ -28,6 +29,7 @@ def record(options: Record) -> int:
         actors_per_worker=options.sessions,
         token_file=None if options.token_file is None else str(options.token_file),
     )
+    make_place(options.out, spec)
     RunDir(options.out).write_spec(spec)
 
     def ready(port: int, admin_port: int) -> None:
@@ -35,5 +37,7 @@ def record(options: Record) -> int:
 
     with EpisodeWriter(options.out / "episodes", _PER_FILE) as writer:
         code = serve(partial(RecordActor, spec, writer), config, on_ready=ready)
-    say(f"{len(writer.paths):,} episodes. Learn from them: bray train --run BC --data {options.out}")
+    count = len(writer.paths)
+    learn = f". Learn from {'it' if count == 1 else 'them'}: bray train --run BC --data {options.out}" if count else ""
+    say(f"{count:,} episode{'' if count == 1 else 's'} recorded{learn}")
     return code

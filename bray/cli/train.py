@@ -22,6 +22,7 @@ from bray.config import ConfigSource, parse_assignments, parse_json
 from bray.config.runfile import load_run_file, preset
 from bray.errors import BrayError, ConfigError, StoppedBySignal
 from bray.experiment import Experiment
+from bray.experiment.start import find_start, learnt_by
 from bray.figures import show_figure
 from bray.metrics import TerminalSink, duration, short
 from bray.rundir import RunDir
@@ -214,7 +215,7 @@ def _closing(exp: Experiment) -> Iterator[None]:
         yield
     except BaseException:
         with contextlib.suppress(BrayError):
-            if exp.saved:
+            if exp.saved and exp.training.steps:
                 what = "what was learned so far" if exp.all_saved else "the last good checkpoint"
                 print(f"{what} is saved in {exp.path}", file=sys.stderr)
         raise
@@ -266,7 +267,7 @@ def _run(exp: Experiment, options: Train, signals: Signals) -> int:
         videos = judge(exp, run.eval_episodes, "video", out=exp.path, quiet=options.quiet)
     if not options.quiet:
         _left(exp, videos, unfinished=not reached)
-    if signals.number is not None and run.stop and not reached:
+    if signals.number is not None and not reached and (run.stop or (exp.from_files and not exp.training.ended)):
         return 128 + signals.number
     return 0
 
@@ -287,7 +288,7 @@ def _head(exp: Experiment, options: Train) -> None:
     ]
     say(" · ".join(what), "bold")
     rows: list[tuple[str, Any]] = []
-    if exp.choice is not None:
+    if exp.choice is not None and not exp.from_files:
         rows.append(("auto", f"{exp.choice} (pin with --device, --num-workers, --inference)"))
     if options.resume is None:
         plain = options.no_preset or exp.from_files or exp.policies
@@ -298,14 +299,23 @@ def _head(exp: Experiment, options: Train) -> None:
         how = "exactly" if exp.exact else "with new episodes"
         rows.append(("resumes", f"{how}, after iteration {training.iteration} and {short(training.env_steps)} steps"))
     if options.resume is None and run.init_from is not None:
-        rows.append(("weights", f"of {run.init_from}"))
+        algo, untrained = learnt_by(find_start(run.init_from)[0])
+        fresh = f"; {algo} does not train the {' and '.join(untrained)}, which starts fresh" if untrained else ""
+        rows.append(("weights", f"of {run.init_from}{fresh}"))
+    if "data" in exp.config.sections and not exp.from_files:
+        data = exp.config["data"]
+        first = f", {data.pretrain:,} batches of them alone first" if data.pretrain else ""
+        rows.append(("files", f"{data.files}: {data.share:.0%} of every batch{first}"))
     if isinstance(training, LiveTraining):
         rows.append(("games call", f"POST {training.source.url}"))
         if when := training.experience.when_due():
             rows.append(("it learns", when))
         rows.append(("how it goes", f"http://127.0.0.1:{training.source.admin_port}/training"))
     goal = " or ".join(f"{k} {short(v)}" for k, v in run.stop.items())
-    rows.append(("stops", f"at {goal}" if goal else "never: it runs until Ctrl-C"))
+    goals = [f"at {goal}"] if goal else []
+    if exp.from_files:
+        goals.append(f"after {exp.config['data'].epochs:,} epochs of the files")
+    rows.append(("stops", " or ".join(goals) or "never: it runs until Ctrl-C"))
     rows.append(("writes to", exp.path))
     facts(rows)
 

@@ -14,6 +14,7 @@ the methods of `Experience`.
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -653,10 +654,29 @@ class Dataset(Experience):
 
     def get_state(self, directory: Path | None) -> dict[str, Any]:
         json = {"rng": self.rng.bit_generator.state, "epoch": self.epoch, "at": 0, "part": list(self._part)}
-        return {"arrays": {"order": self._order, "episodes": self._episodes}, "json": json}
+        return {"arrays": {"order": self._order, "episodes": self._episodes}, "json": json | self._of_files()}
+
+    def _of_files(self) -> dict[str, Any]:
+        """By what the files of a run are known again: how long their episodes are."""
+        if self._pieces is None:
+            return {}
+        steps = np.ascontiguousarray(self._pieces.steps, "<i8")
+        return {"files": {"episodes": len(steps), "steps": int(steps.sum()), "lengths": zlib.crc32(steps.tobytes())}}
+
+    def _require_same_files(self, json: Mapping[str, Any]) -> None:
+        then, now = json.get("files"), self._of_files().get("files")
+        if then is None or now is None or then == now:
+            return  # older checkpoints do not say
+        was, found = (f"{x['episodes']:,} episodes of {x['steps']:,} steps" for x in (then, now))
+        raise CheckpointError(
+            f"the files that are learnt from have changed: they had {was}, and have {found}"
+            f"{'' if was != found else ' of other lengths'}. Resume with those that were there, or learn from these "
+            "in a run of its own (--init-from RUN_DIR starts it with what was learnt)"
+        )
 
     def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
         arrays, json = state["arrays"], state["json"]
+        self._require_same_files(json)
         self._order = np.array(arrays["order"][int(json["at"]) :], np.int64)
         self.rng.bit_generator.state = json["rng"]
         self.epoch = int(json["epoch"])

@@ -112,10 +112,11 @@ class Windows(Dataset):
         return None if self._last is None else tree.map(lambda x: x[-rows:], self._last)
 
     def get_state(self, directory: Path | None) -> dict[str, Any]:
-        json = {"rng": self.rng.bit_generator.state, "epoch": self.epoch}
+        json = {"rng": self.rng.bit_generator.state, "epoch": self.epoch} | self._of_files()
         return {"arrays": {"at": self._at.copy(), "queue": self._queue}, "json": json}
 
     def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
+        self._require_same_files(state["json"])
         self.rng.bit_generator.state = state["json"]["rng"]
         self.epoch = int(state["json"]["epoch"])
         self._at, self._queue = (np.array(state["arrays"][k], np.int64) for k in ("at", "queue"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import glob
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -245,14 +246,25 @@ def common_spec(sources: Iterable[EpisodeSource]) -> EnvSpec | None:
         where = source.where(0).rpartition(", episode")[0]
         if known is None:
             known = spec, where
-        for name in ("observation", "action"):
+        if name := differing(known[0], spec):
             mine, theirs = getattr(known[0], name), getattr(spec, name)
-            if mine != theirs:
-                raise DataError(
-                    f"two data sets with different spaces: {name}s of {known[1]} are {shown(mine)}, those of {where} "
-                    f"{shown(theirs)}. Learn from one of them, or name those that are right with --obs and --actions"
-                )
+            raise DataError(
+                f"two data sets with different spaces: {name}s of {known[1]} are {shown(mine)}, those of {where} "
+                f"{shown(theirs)}. Learn from one of them, or name those that are right with --obs and --actions"
+            )
     return None if known is None else known[0]
+
+
+def differing(a: EnvSpec, b: EnvSpec) -> str:
+    """Which spaces of two games are not the same, "observation" or "action"; empty where episodes of both can be learnt
+    from together. Bounds of observations may differ, for nothing is held to them: a recorded game has none."""
+
+    def unbounded(space: Space) -> Space:
+        return replace(space, low=None, high=None, parts=tuple(map(unbounded, space.parts)))
+
+    if unbounded(a.observation) != unbounded(b.observation):
+        return "observation"
+    return "" if a.action == b.action else "action"
 
 
 def guess(episode: Episode) -> tuple[str, str]:

@@ -54,6 +54,13 @@ class RecordActor(Actor):
                 raise DataError(f"reward: expected a finite number, got {tick.reward}")
             if tick.action is msgspec.UNSET and not over:
                 raise DataError("expected the action that the player chose, as `action`; only the last tick has none")
+            if over and tick.action is not msgspec.UNSET:
+                raise DataError(
+                    "got an action on the tick that ends the episode, which has the last observation and the reward "
+                    "of the action before it alone"
+                )
+            if over and not self._obs:
+                raise DataError("got the end of an episode before its first action")
             obs = self._read_obs(tick.obs)
             action = None if over else self._read_action(tick.action)
         except (msgspec.DecodeError, DataError, RecursionError, UnicodeDecodeError) as e:

@@ -152,7 +152,9 @@ class TerminalSink:
             return row.get("env_steps_per_second")
         before, now = (None if r is None else r.get(GRADIENT_STEPS) for r in (self._last, row))
         seconds = row.get("time_this_iter_s")
-        return (now - before) / seconds if seconds and now is not None and before is not None else None
+        if not seconds or now is None or before is None:
+            return None
+        return self._rate if now == before else (now - before) / seconds  # the last row may bring none
 
     def _stale(self) -> str:
         """After a return that is an old one: no episode has ended for a while."""

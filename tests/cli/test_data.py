@@ -1,5 +1,7 @@
 """`bray data` and `bray collect`: what files hold, and files made from others."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -86,6 +88,23 @@ def test_files_are_joined_filtered_and_converted(tmp_path, capsys):
     assert "say where with --out" in capsys.readouterr().err
     assert main(["data", str(tmp_path / "b.npz"), "--out", str(tmp_path / "d")]) == 2
     assert "--obs 'float32[3]' --actions '4', perhaps" in capsys.readouterr().err
+
+
+def test_a_filter_that_keeps_nothing_writes_nothing(tmp_path, capsys):
+    write_episodes(tmp_path / "a" / "x", [episode(1, 5)])
+    RunDir(tmp_path / "a").write_spec(SPEC)
+    assert main(["data", str(tmp_path / "a"), "--filter", "return > 1e9", "--out", str(tmp_path / "b")]) == 2
+    assert "--filter 'return > 1e9' keeps none of 1 episodes: nothing is written" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+def test_bounds_of_observations_may_differ_between_files(tmp_path, capsys):
+    for name, obs in (("a", SPEC.observation), ("b", dataclasses.replace(SPEC.observation, low=-9.0, high=9.0))):
+        write_episodes(tmp_path / name / "x", [episode(1, 5)])
+        RunDir(tmp_path / name).write_spec(dataclasses.replace(SPEC, observation=obs))
+    words = ["data", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "c")]
+    assert main(words) == 0
+    assert "2 of 2 episodes written" in capsys.readouterr().out
 
 
 def test_what_cannot_be_done_together_is_refused(tmp_path, capsys):

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from bray.cli.main import main
 from bray.client import Client
 from bray.data import EpisodeWriter, open_data
 from bray.experiment.record import RecordActor
@@ -77,6 +78,7 @@ def test_a_game_that_stops_is_cut_before_its_last_action(how, table):
         ({"obs": [1.0, 2.0], "action": 1, "reward": 1e999}, "reward"),
         ({"obs": [1.0, 2.0], "action": 1, "rewards": 1}, "unknown field `rewards`"),
         ({"action": 1}, "missing required field `obs`"),
+        ({"obs": [1.0, 2.0], "action": 1, "terminated": True}, "got an action on the tick that ends the episode"),
     ],
 )
 def test_ticks_that_do_not_fit_are_refused_and_leave_the_episode_as_it_is(sent, message, table):
@@ -89,7 +91,14 @@ def test_ticks_that_do_not_fit_are_refused_and_leave_the_episode_as_it_is(sent, 
     assert written()[0]["reward"].tolist() == [2.0]
 
 
-def test_a_game_plays_against_the_command(tmp_path):
+def test_an_end_before_the_first_action_is_refused(table):
+    actor, _ = table
+    actor.start("g", b"")
+    with pytest.raises(Refusal, match="the end of an episode before its first action"):
+        tick(actor, 0, truncated=True)
+
+
+def test_a_game_plays_against_the_command(tmp_path, capsys):
     words = ["record", "--port", "0", "--obs", "float32[2]", "--actions", "3", "--out", str(tmp_path / "out")]
     process = forked.Popen([sys.executable, "-m", "bray", *words], stdout=subprocess.PIPE, text=True)
     try:
@@ -108,4 +117,11 @@ def test_a_game_plays_against_the_command(tmp_path):
     finally:
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=60)
-    assert "1 episodes. Learn from them: bray train --run BC --data" in rest
+    assert "1 episode recorded. Learn from it: bray train --run BC --data" in rest
+    other = ["record", "--obs", "float32[2]", "--actions", "4", "--out", str(tmp_path / "out")]
+    assert main(other) == 2
+    assert "holds episodes of other spaces already" in capsys.readouterr().err
+    assert open_data(tmp_path / "out")[0]["action"].tolist() == [0, 1, 2]
+    (tmp_path / "file").write_text("")
+    assert main([*other[:-1], str(tmp_path / "file")]) == 2
+    assert "expected a directory that can be written to" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -123,6 +124,21 @@ def test_files_of_another_game_are_refused_before_anything_is_written(files, tmp
     assert "episode 0: step 4: action 2 is outside of discrete 2" in said.err
     assert "is saved" not in said.err
     assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("run", ["DQN", "BC"])
+def test_a_run_whose_files_have_changed_is_not_resumed(run, files, tmp_path, capsys):
+    here = shutil.copytree(files, tmp_path / "files")
+    words = ["train", "--run", run, "--data", str(here), "--project", str(tmp_path), "--trial", "a"]
+    more = ["fcnet_hiddens=[8]", "data.epochs=50", "--stop", '{"learner_steps_total": 100}']
+    assert main([*words, *more]) == 0
+    went_on = ["train", "--resume", str(tmp_path / "a"), "--stop", '{"learner_steps_total": 200}']
+    shutil.copy(next(here.glob("*.episodes")), here / "more-00000.episodes")
+    capsys.readouterr()
+    assert main(went_on) == 2
+    assert "the files that are learnt from have changed: they had 300 episodes" in capsys.readouterr().err
+    (here / "more-00000.episodes").unlink()
+    assert main(went_on) == 0
 
 
 def test_files_are_judged_by_evaluation_alone(files, tmp_path, caplog):
