@@ -288,7 +288,7 @@ def _head(exp: Experiment, options: Train) -> None:
     ]
     say(" · ".join(what), "bold")
     rows: list[tuple[str, Any]] = []
-    if exp.choice is not None and not exp.from_files:
+    if exp.choice is not None and not (exp.from_files or exp.live):  # what they play in is not here
         rows.append(("auto", f"{exp.choice} (pin with --device, --num-workers, --inference)"))
     if options.resume is None:
         plain = options.no_preset or exp.from_files or exp.policies
