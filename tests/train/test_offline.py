@@ -3,6 +3,9 @@
 import contextlib
 import json
 import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from bray.rundir import RunDir
 from bray.train.driver import Driver
 from bray.train.offline import FileTraining
 from bray.train.source import FileSource
+from tests import forked
 from tests.ways_for_tests import Signs
 
 ENV = "tests.ways_for_tests:Signs"
@@ -124,6 +128,19 @@ def test_files_of_another_game_are_refused_before_anything_is_written(files, tmp
     assert "episode 0: step 4: action 2 is outside of discrete 2" in said.err
     assert "is saved" not in said.err
     assert not (tmp_path / "p").exists()
+
+
+def test_ctrl_c_before_the_epochs_are_over_is_an_exit_code(files, tmp_path):
+    words = ["train", "--run", "BC", "--data", str(files), "--project", str(tmp_path), "data.epochs=1000000"]
+    command = [sys.executable, "-m", "bray", *words, "fcnet_hiddens=[8]"]
+    with forked.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("iter "):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert "ended by Ctrl-C" in rest
 
 
 @pytest.mark.parametrize("run", ["DQN", "BC"])
