@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,10 @@ def synchronized() -> float:
     """The time when all is done that the GPU was asked for."""
     torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Ours:
@@ -155,12 +160,18 @@ def sides(case: str, python: str | None, seed: int, device: str, compiled: bool)
 
 
 def speed(case: str, python: str, turns: int, device: str, compiled: bool) -> dict[str, Any]:
-    """Gradient steps in a second: the median of the turns, after one to warm up."""
+    """Gradient steps in a second, and page faults in each of ours: medians of the turns, after one to warm up."""
     with sides(case, python, 0, device, compiled) as both:
-        rates = [[TURN / side.steps(TURN) for side in both if side is not None] for _ in range(turns + 1)][1:]
+        rates, faults = [], []
+        for _ in range(turns + 1):
+            before = page_faults()
+            rates.append([TURN / side.steps(TURN) for side in both if side is not None])
+            faults.append((page_faults() - before) / TURN)
+        rates, faults = rates[1:], faults[1:]
     ours, theirs = np.median(rates, 0).tolist()
     ratio = float(np.median([mine / other for mine, other in rates]))
     rounded = {"bray": round(ours, 1), "d3rlpy": round(theirs, 1), "ratio": round(ratio, 2)}
+    rounded["page faults"] = round(float(np.median(faults)))
     return {"case": case, "device": device, **rounded}
 
 

@@ -5,6 +5,7 @@ output are those of any process."""
 import atexit
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -66,6 +67,19 @@ class Popen(subprocess.Popen):
         if self._internal_poll() is None:
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
+
+
+def interrupted(process):
+    """What a training says after it has got Ctrl-C at its first row, to its end."""
+    for line in process.stdout:
+        if line.startswith("iter "):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    process.wait()
+    assert process.returncode == 130
+    assert "ended by Ctrl-C" in rest
+    return rest
 
 
 def run(args, *, timeout, **kwargs):

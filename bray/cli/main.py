@@ -214,7 +214,7 @@ def _usage(e: Any) -> int:
         if command == "bray train" and not near and not told:
             message += f" Config keys are written without dashes: {key}=VALUE." if _is_key(key) else hint(key)
     else:
-        message = str(e.format_message()).rstrip(".")
+        message = str(e.format_message()).replace("Value error, ", "").rstrip(".")  # pydantic's, inside of Typer's
         message += "" if message.endswith("?") else "."
         message = message[:1].lower() + message[1:]
     return _complain(f"{message} `{command} --help` lists all options.", 2)

@@ -195,6 +195,7 @@ ELSEWHERE: dict[str, str] = {
     "--max-failures": "max_worker_restarts=N of its workers; `bray train --resume RUN_DIR` goes on after all else",
     "--upload-dir": f"not here: {_FILES}",
     "--sync-function": f"not here: {_FILES}",
+    "bray data --merge": "nothing: several FILES are joined, to --out DIR",
     "bray eval --run": "nothing: the run directory says which algorithm it is of",
     "bray eval --env": "nothing: the run directory says which environment it is of",
     "bray eval --out": "`bray collect RUN_DIR --out DIR`",

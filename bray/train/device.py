@@ -82,8 +82,8 @@ def use_threads(count: int) -> None:
 
 def keep_freed_memory() -> None:
     """For the next step, up to 256 MB: glibc gives blocks of many pages back to the system, or not, by where they
-    happen to lie. On a Xeon, one process in three took 13,000 page faults in each update of CQL: 128 ms in place of
-    97."""
+    happen to lie, and the next step takes a page fault for each page (`python -m benchmarks.offline --speed` counts
+    them)."""
     with suppress(OSError, AttributeError, TypeError):  # other systems and C libraries have no such settings
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_THRESHOLD, 1 << 25)  # no more is accepted

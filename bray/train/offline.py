@@ -119,6 +119,7 @@ def mix_files(
             f"are: use DQN, SAC, GAIL or the like (not {run.algorithm}), without env.normalize_rewards"
         )
     files = open_files(data, env, spec)
+    files.all_legal = spec is not None
     source = FileSource(files, files.spec.layout, reads_itself=True, rewards=rewards.clipped)
     assert data.share is not None
     experience.mix_with(source, data.share, data.memory_mb * 1_000_000, run.seed)
@@ -136,7 +137,6 @@ def open_files(data: DataConfig, env: EnvConfig, spec: EnvSpec | None = None) ->
     and `data.actions`, else those that the files say."""
     if not data.files:
         raise ConfigError("data.files is empty: say which files to learn from, --data FILES (data=)")
-    played_live = spec is not None
     if spec is None and env.id != ID:
         spec = agent_spec(env)
     if spec is None and not (data.obs is None and data.actions is None):
@@ -148,9 +148,6 @@ def open_files(data: DataConfig, env: EnvConfig, spec: EnvSpec | None = None) ->
             f"{data.files} does not say what observations and actions are (spec.json or metadata.json beside the files "
             f"would): name the environment with --env, or the spaces, such as --obs '{obs}' --actions '{actions}'"
         )
-    files.all_legal = played_live
-    if len(files):
-        files.read(0)  # files of another game are refused before anything is written
     return files
 
 

@@ -119,6 +119,8 @@ class FileSource(Source):
     ):
         self._layout, self._reads_itself, self._rewards = layout, reads_itself, rewards
         self._reader: Any = open_data(files) if isinstance(files, (str, Path)) else files
+        if isinstance(self._reader, DataSet) and len(self._reader):
+            self._reader.read(0)  # files of another game are refused before a run writes anything
         self._at = self._told = 0
         self._returns: dict[int, float] = {}  # by episode
 

@@ -98,6 +98,18 @@ def test_a_filter_that_keeps_nothing_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--merge", "c"], "unknown option '--merge'. Leave it out: several FILES are joined, to --out DIR."),
+        (["--convert", "foo", "--out", "c"], "invalid value for '--convert': 'foo' is not one of 'bray', 'minari'."),
+    ],
+)
+def test_wrong_options_are_told(words, message, capsys):
+    assert main(["data", "files", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_bounds_of_observations_may_differ_between_files(tmp_path, capsys):
     for name, obs in (("a", SPEC.observation), ("b", dataclasses.replace(SPEC.observation, low=-9.0, high=9.0))):
         write_episodes(tmp_path / name / "x", [episode(1, 5)])
